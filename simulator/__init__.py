@@ -1,0 +1,1 @@
+"""A world to run vk-cocoon in, without hardware."""
