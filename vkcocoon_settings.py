@@ -1,0 +1,536 @@
+"""What an operator can set: one table, from which flags, checks, the environment example and the docs page are made.
+
+The fields of `Settings` are the table. Each carries its environment variable, its kind (how the text is read and what
+is allowed), its help and whether it is secret; the flag is the field's name with dashes. A flag wins over the
+environment, the environment over the default, and an empty text counts as unset everywhere.
+
+Values are checked when they are loaded and nowhere else. A value that cannot be right stops the start with one line
+that names the setting, the value and what is allowed (exit code 78, D5); nothing falls back silently to a default,
+because a node that runs with a port or a policy nobody chose is found out only when it hurts. Loading reads no file and
+no clock: what depends on the host is checked by whoever uses it, or by `Settings.check_files`.
+
+vkcocoon_cli builds its options from `SETTINGS` and calls `Settings.load`; everybody else gets a finished `Settings`.
+Tests write `Settings(node_name="n1")`: every field has its default.
+
+`python -m vkcocoon_settings configuration` and `... environment` print docs/configuration.md and the example env-file.
+"""
+
+import difflib
+import ipaddress
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from decimal import Decimal
+from typing import Any, NamedTuple
+
+__all__ = [
+    "SETTINGS",
+    "Address",
+    "Kind",
+    "Setting",
+    "SettingError",
+    "Settings",
+    "configuration_page",
+    "environment_example",
+]
+
+# Longest piece of a wrong value that is repeated to the user: enough to recognize it, short enough for one line.
+SHOWN_VALUE = 80
+# The kernel's limit for the path of a unix socket, without its final NUL.
+SOCKET_PATH_BYTES = 107
+MIB = 2**20
+
+
+class SettingError(Exception):
+    """A setting that cannot be right; `str()` is the one line for the user.
+
+    `setting` is what the user wrote: the flag or the environment variable. A secret's value is never repeated.
+    """
+
+    def __init__(self, setting: str, value: str, allowed: str, *, secret: bool = False) -> None:
+        shown = "(secret)" if secret else repr(value if len(value) <= SHOWN_VALUE else value[:SHOWN_VALUE] + "...")
+        super().__init__(f"{setting}: {shown} is not possible; allowed: {allowed}")
+        self.setting = setting
+        self.value = "" if secret else value
+        self.allowed = allowed
+
+
+class Address(NamedTuple):
+    """Where to listen: `host` "" is every interface, `port` 0 any free port."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+# Kinds of values --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """How the text of a setting is read.
+
+    `metavar` stands for the value in the help, `allowed` says to a person what is accepted, `read` returns the value
+    or raises ValueError. `read` never sees an empty text.
+    """
+
+    metavar: str
+    allowed: str
+    read: Callable[[str], Any]
+
+
+def _checked(text: str, possible: object) -> str:
+    if not possible:
+        raise ValueError(text)
+    return text
+
+
+def _matching(pattern: str, *, longest: int) -> Callable[[str], str]:
+    compiled = re.compile(pattern, re.ASCII)
+    return lambda text: _checked(text, len(text) <= longest and compiled.fullmatch(text))
+
+
+def _whole(lowest: int, highest: int) -> Callable[[str], int]:
+    # int() alone would take "1_000", " 7 " and the digits of every script.
+    digits = _matching(r"[0-9]+", longest=9)
+    return lambda text: int(_checked(digits(text), lowest <= int(digits(text)) <= highest))
+
+
+def _choice(*words: str, also: Mapping[str, str] | None = None) -> Kind:
+    spellings = {word: word for word in words} | dict(also or {})
+    allowed = ", ".join(words[:-1]) + f" or {words[-1]}"
+    return Kind(
+        "|".join(words), allowed, lambda text: _checked(spellings.get(text.lower(), ""), text.lower() in spellings)
+    )
+
+
+def _path(text: str) -> str:
+    return _checked(text, text.startswith("/") and text.isprintable())
+
+
+def _socket_path(text: str) -> str:
+    return _checked(_path(text), len(os.fsencode(text)) <= SOCKET_PATH_BYTES)
+
+
+def _program(text: str) -> str:
+    """A relative path would depend on the directory the daemon was started in; a bare name is looked up in PATH."""
+    return _checked(text, text.isprintable() and text.strip() == text and (text[0] == "/" or "/" not in text))
+
+
+def _kubeconfig(text: str) -> str:
+    return _checked(text, text.isprintable() and any(text.split(":")))
+
+
+def _ipv4(text: str) -> str:
+    address = ipaddress.IPv4Address(text)  # strict: four decimal numbers, no leading zeros
+    nobody = address.is_multicast or address.is_unspecified or int(address) == 2**32 - 1
+    return _checked(str(address), not nobody)
+
+
+def _listen(text: str) -> Address:
+    host, colon, port = text.rpartition(":")
+    _checked(text, colon)
+    if host.startswith("[") and host.endswith("]"):
+        host = str(ipaddress.IPv6Address(host[1:-1]))
+    elif re.fullmatch(r"[0-9.]+", host, re.ASCII):
+        host = str(ipaddress.IPv4Address(host))
+    elif host:
+        _matching(HOST_NAME, longest=253)(host)
+    return Address(host, _whole(0, 65535)(port))
+
+
+def _vnc_password(text: str) -> str:
+    """VNC knows at most 8 bytes; a quote or a blank would end the word in QEMU's monitor, which is how it is set."""
+    return _checked(text, len(os.fsencode(text)) <= 8 and text.isprintable() and not re.search(r'[\s"]', text))
+
+
+SUFFIXES: dict[str, Decimal] = {
+    "": Decimal(1),
+    **{name: Decimal(10) ** power for name, power in zip("numkMGTPE", (-9, -6, -3, 3, 6, 9, 12, 15, 18), strict=True)},
+    **{f"{name}i": Decimal(2) ** (10 * power) for power, name in enumerate("KMGTPE", start=1)},
+}
+# A sign in front is left out on purpose: a node has no negative capacity.
+QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:[eE]([+-]?\d{1,2})|([numkMGTPE]|[KMGTPE]i)?)", re.ASCII)
+
+
+def _amount(text: str) -> Decimal:
+    """What a Kubernetes quantity is worth."""
+    matched = QUANTITY.fullmatch(text)
+    if matched is None:
+        raise ValueError(text)
+    digits, exponent, suffix = matched.groups()
+    return Decimal(digits).scaleb(int(exponent or 0)) * SUFFIXES[suffix or ""]
+
+
+def _cpus(text: str) -> str:
+    return _checked(text, _amount(text) >= 1)
+
+
+def _byte_amount(lowest: int, *, zero: bool = False) -> Callable[[str], str]:
+    """Whole bytes, and not so few that a unit must have been forgotten ("64", "512m")."""
+
+    def read(text: str) -> str:
+        amount = _amount(text)
+        enough = amount >= lowest or (zero and amount == 0)
+        return _checked(text, enough and amount == amount.to_integral_value())
+
+    return read
+
+
+def _never(text: str) -> str:
+    return _checked(text, False)
+
+
+HOST_NAME = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*"
+LABEL_VALUE = r"[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?"
+CGROUP = r"[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*(/[A-Za-z0-9_:@-][A-Za-z0-9_.:@-]*)*"
+
+# 63 and not 253 characters: the name is also the value of the label kubernetes.io/hostname.
+NODE_NAME = Kind(
+    "NAME",
+    "a DNS name of at most 63 characters: lower-case letters, digits, dashes and dots",
+    _matching(HOST_NAME, longest=63),
+)
+LABEL = Kind(
+    "LABEL",
+    "a label value: at most 63 letters, digits, dashes, underscores and dots, first and last a letter or digit",
+    _matching(LABEL_VALUE, longest=63),
+)
+IPV4 = Kind("IPV4", "one IPv4 address of this host, such as 10.0.0.5", _ipv4)
+PROVIDER_ID = Kind("ID", "text without blanks, such as cocoon://rack1/host7", _matching(r"[!-~]+", longest=253))
+LEVEL = _choice("debug", "info", "warning", "error", also={"warn": "warning"})
+PATH = Kind("PATH", "an absolute path", _path)
+SOCKET = Kind("PATH", f"an absolute path of at most {SOCKET_PATH_BYTES} bytes", _socket_path)
+PROGRAM = Kind("PROGRAM", "an absolute path, or a program's name to look up in PATH", _program)
+KUBECONFIG = Kind("PATH", "the path of a kubeconfig file, or several with colons between them", _kubeconfig)
+PORT = Kind("PORT", "a port from 1 to 65535", _whole(1, 65535))
+LISTEN = Kind("HOST:PORT", "HOST:PORT or :PORT, an IPv6 host in brackets, port 0 for any free one", _listen)
+PASSWORD = Kind("PASSWORD", 'at most 8 bytes without blanks, control characters or "', _vnc_password)
+PERCENT = Kind("PERCENT", "a whole number from 0 to 100", _whole(0, 100))
+PROCESSES = Kind("NUMBER", "a whole number from 1 to 64", _whole(1, 64))
+PODS = Kind("NUMBER", "a whole number from 1 to 10000", _whole(1, 10000))
+CPUS = Kind("QUANTITY", "a Kubernetes quantity of at least 1, such as 16 or 15500m", _cpus)
+BYTES = Kind("QUANTITY", "a Kubernetes quantity of at least 1Mi, such as 64Gi", _byte_amount(MIB))
+HUGEPAGES = Kind(
+    "QUANTITY", "0 or a Kubernetes quantity of at least 2Mi, such as 8Gi", _byte_amount(2 * MIB, zero=True)
+)
+CGROUP_NAME = Kind(
+    "NAME", "a cgroup below the root of the hierarchy, such as cocoon.slice", _matching(CGROUP, longest=255)
+)
+UNSET = Kind("UNSET", "only unset: registries are not supported yet, snapshots stay on this host", _never)
+
+
+# The table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One row: `name` is the field of `Settings`; `flag` is "" for a secret, which must not stand in a command line.
+
+    `default` is the text one would have to write to get the default; "" where the default is found out at start
+    (`absent` says how) or where the thing is simply off.
+    """
+
+    name: str
+    env: str
+    kind: Kind
+    default: str
+    help: str
+    group: str
+    absent: str = ""
+    secret: bool = False
+
+    @property
+    def flag(self) -> str:
+        return "" if self.secret else "--" + self.name.replace("_", "-")
+
+    def read(self, text: str, written_as: str) -> Any:
+        """The value of a non-empty text. Raises SettingError, naming `written_as` (the flag or the variable)."""
+        try:
+            return self.kind.read(text)
+        except ValueError:
+            raise SettingError(written_as, text, self.kind.allowed, secret=self.secret) from None
+
+
+def _setting(
+    env: str, kind: Kind, default: str, help: str, *, group: str, absent: str = "", secret: bool = False
+) -> Any:
+    row = {"env": env, "kind": kind, "default": default, "help": help, "group": group}
+    value = kind.read(default) if default else ""
+    return field(default=value, repr=not secret, metadata=row | {"absent": absent, "secret": secret})
+
+
+CLUSTER, HOST, CAPACITY, MACOS, SERVICE = "Cluster", "Cocoon on this host", "Capacity", "macOS guests", "Service"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Everything an operator chose, checked. A text field that is "" was not set and has no fixed default."""
+
+    kubeconfig: str = _setting(
+        "KUBECONFIG",
+        KUBECONFIG,
+        "",
+        "How to reach the cluster.",
+        group=CLUSTER,
+        absent="~/.kube/config if it exists, else the service account of the pod it runs in",
+    )
+    node_name: str = _setting(
+        "VK_NODE_NAME",
+        NODE_NAME,
+        "cocoon-pool",
+        "Name of the node this host appears as. Two hosts must never share one.",
+        group=CLUSTER,
+    )
+    node_pool: str = _setting(
+        "VK_NODE_POOL", LABEL, "default", "Value of the node's label cocoonstack.io/pool.", group=CLUSTER
+    )
+    node_ip: str = _setting(
+        "VK_NODE_IP",
+        IPV4,
+        "",
+        "Address the node reports, under which the API server finds it.",
+        group=CLUSTER,
+        absent="the first IPv4 address of this host that is not loopback",
+    )
+    provider_id: str = _setting(
+        "VK_PROVIDER_ID", PROVIDER_ID, "", "The node's spec.providerID.", group=CLUSTER, absent="none"
+    )
+    snapshot_cpu_class: str = _setting(
+        "VK_SNAPSHOT_CPU_CLASS",
+        LABEL,
+        "",
+        "Value of the node's label cocoonstack.io/snapshot-cpu-class: hosts whose snapshots fit each other's CPUs.",
+        group=CLUSTER,
+        absent="the label is removed",
+    )
+
+    cocoon_bin: str = _setting(
+        "VK_COCOON_BIN", PROGRAM, "/usr/local/bin/cocoon", "The cocoon command line.", group=HOST
+    )
+    cocoon_processes: int = _setting(
+        "VK_COCOON_PROCESSES", PROCESSES, "8", "How many of its commands may run at the same time.", group=HOST
+    )
+    cocoon_root_dir: str = _setting(
+        "COCOON_ROOT_DIR",
+        PATH,
+        "/var/lib/cocoon",
+        "Where cocoon keeps its disks; its file system is the node's storage.",
+        group=HOST,
+    )
+    cocoon_cgroup_parent: str = _setting(
+        "COCOON_CGROUP_PARENT", CGROUP_NAME, "cocoon.slice", "The cgroup under which cocoon runs its VMs.", group=HOST
+    )
+    leases_path: str = _setting(
+        "VK_LEASES_PATH",
+        PATH,
+        "/var/lib/cocoon/net/leases.json",
+        "cocoon-net's DHCP lease file, looked at on each probe.",
+        group=HOST,
+    )
+    cocoon_net_control_socket: str = _setting(
+        "VK_COCOON_NET_CONTROL_SOCKET",
+        SOCKET,
+        "/run/cocoon-net/control.sock",
+        "cocoon-net's control socket, where leases are given back.",
+        group=HOST,
+    )
+    orphan_policy: str = _setting(
+        "VK_ORPHAN_POLICY",
+        _choice("alert", "keep", "destroy"),
+        "alert",
+        "What to do at start with a VM no pod asks for: report it, leave it, or destroy it.",
+        group=HOST,
+    )
+    restore_mode: str = _setting(
+        "VK_RESTORE_MODE",
+        _choice("mmap", "copy", "ondemand"),
+        "mmap",
+        "How a clone gets its memory; Windows guests are always restored by copy.",
+        group=HOST,
+    )
+    oci_registry: str = _setting(
+        "OCI_REGISTRY",
+        UNSET,
+        "",
+        "Must not be set yet: hibernation keeps its snapshots on this host.",
+        group=HOST,
+        absent="local snapshots only",
+    )
+
+    cocoon_macos_bin: str = _setting(
+        "VK_COCOON_MACOS_BIN",
+        PROGRAM,
+        "/usr/local/bin/cocoon-macos",
+        "The cocoon-macos command line.",
+        group=MACOS,
+    )
+    macos_vnc_password: str = _setting(
+        "COCOON_MACOS_VNC_PASSWORD",
+        PASSWORD,
+        "",
+        "Password of the guests' VNC screens.",
+        group=MACOS,
+        absent="VNC is off",
+        secret=True,
+    )
+
+    reserve_percent: int = _setting(
+        "VK_RESERVE_PERCENT", PERCENT, "20", "Share of CPU, memory and storage that is kept from pods.", group=CAPACITY
+    )
+    node_cpu: str = _setting(
+        "VK_NODE_CPU", CPUS, "", "CPUs the node offers.", group=CAPACITY, absent="the CPUs of this host"
+    )
+    node_mem: str = _setting(
+        "VK_NODE_MEM", BYTES, "", "Memory the node offers.", group=CAPACITY, absent="the memory of this host"
+    )
+    node_storage: str = _setting(
+        "VK_NODE_STORAGE",
+        BYTES,
+        "",
+        "Storage the node offers.",
+        group=CAPACITY,
+        absent="the file system of COCOON_ROOT_DIR",
+    )
+    node_hugepages: str = _setting(
+        "VK_NODE_HUGEPAGES",
+        HUGEPAGES,
+        "",
+        "Memory in 2 MiB pages the node offers.",
+        group=CAPACITY,
+        absent="the huge pages of this host",
+    )
+    node_pods: int = _setting("VK_NODE_PODS", PODS, "256", "Pods the node takes.", group=CAPACITY)
+
+    kubelet_port: int = _setting(
+        "VK_KUBELET_PORT", PORT, "10250", "Port of the kubelet API, as reported by the node.", group=SERVICE
+    )
+    metrics_addr: Address = _setting(  # noqa: RUF009  a field, as all of them
+        "VK_METRICS_ADDR", LISTEN, ":9091", "Where /metrics, /healthz and /readyz are served.", group=SERVICE
+    )
+    log_level: str = _setting(
+        "VK_LOG_LEVEL", LEVEL, "info", "The least important messages that are logged.", group=SERVICE
+    )
+    log_format: str = _setting(
+        "VK_LOG_FORMAT",
+        _choice("auto", "text", "json"),
+        "auto",
+        "How log lines look; auto is JSON with priorities under the systemd journal, else text.",
+        group=SERVICE,
+    )
+
+    @classmethod
+    def load(cls, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> "Settings":
+        """Settings from the environment and the flags given (`flags`: field name to text; flags win, empty is unset).
+
+        Raises SettingError for the first value that cannot be right.
+        """
+        values: dict[str, Any] = {}
+        for row in SETTINGS:
+            text, origin = _written(row, environ, flags or {})
+            if text:
+                values[row.name] = row.read(text, origin)
+        return cls(**values)
+
+    @staticmethod
+    def origin(name: str, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> str:
+        """Where the value of field `name` comes from: the flag or the variable as the user wrote it, or "default"."""
+        return _written(next(row for row in SETTINGS if row.name == name), environ, flags or {})[1]
+
+    @staticmethod
+    def strangers(environ: Mapping[str, str]) -> dict[str, str]:
+        """Variables that look like ours but are not, each with the one that may have been meant ("" if none is near).
+
+        A mistyped VK_ variable would otherwise be ignored in silence.
+        """
+        known = [row.env for row in SETTINGS]
+        suspects = sorted(name for name in environ if name.startswith("VK_") and name not in known)
+        return {name: "".join(difflib.get_close_matches(name, known, n=1, cutoff=0.8)) for name in suspects}
+
+    def check_files(self) -> None:
+        """Checks what can be checked only on the host. Raises SettingError when no kubeconfig named can be read."""
+        paths = [os.path.expanduser(path) for path in self.kubeconfig.split(":") if path]
+        # Like kubectl: of several files some may be missing.
+        if paths and not any(os.path.isfile(path) and os.access(path, os.R_OK) for path in paths):
+            raise SettingError("KUBECONFIG", self.kubeconfig, "a file that exists and can be read")
+
+
+def _written(row: Setting, environ: Mapping[str, str], flags: Mapping[str, str]) -> tuple[str, str]:
+    if row.flag and flags.get(row.name):
+        return flags[row.name], row.flag
+    if environ.get(row.env):
+        return environ[row.env], row.env
+    return "", "default"
+
+
+SETTINGS: tuple[Setting, ...] = tuple(Setting(name=one.name, **one.metadata) for one in fields(Settings))
+
+
+# Pages made from the table ----------------------------------------------------------------------------------------
+
+
+def _groups() -> Iterable[tuple[str, list[Setting]]]:
+    for group in dict.fromkeys(row.group for row in SETTINGS):
+        yield group, [row for row in SETTINGS if row.group == group]
+
+
+def _default_shown(row: Setting) -> str:
+    return f"`{row.default}`" if row.default else row.absent
+
+
+def configuration_page() -> str:
+    """docs/configuration.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- Made by `make docs` from the table in vkcocoon_settings.py; edit it there. -->",
+        "",
+        "`vk-cocoon run` is configured by environment variables, usually from `/etc/cocoon/vk-cocoon.env`, each of",
+        "them also a flag. A flag wins over the environment, the environment over the default. An empty value is an",
+        "unset one.",
+        "",
+        "A value that cannot be right stops the start with exit code 78 and one line that names the setting, the value",
+        "and what is allowed, wherever the value came from. `vk-cocoon run --check-config` tells without starting, and",
+        "shows where each value comes from. A variable that starts with `VK_` and is not listed here is reported once",
+        "at start and otherwise ignored. A secret has no flag, because everybody on a host can read command lines.",
+    ]
+    for group, rows in _groups():
+        lines += ["", f"## {group}", ""]
+        for row in rows:
+            flag = f", `{row.flag} {row.kind.metavar.replace('|', chr(92) + '|')}`" if row.flag else ", a secret"
+            lines += [f"**`{row.env}`**{flag}", "", f"{row.help}  "]
+            lines += [f"Default: {_default_shown(row)}. Allowed: {row.kind.allowed}.", ""]
+        lines.pop()
+    return "\n".join(lines) + "\n"
+
+
+def environment_example() -> str:
+    """packaging/vk-cocoon.env.example: every variable, commented out, with its default."""
+    lines = [
+        "# Settings of vk-cocoon: copy to /etc/cocoon/vk-cocoon.env with mode 0600 and uncomment what differs.",
+        "# Made by `make docs` from the table in vkcocoon_settings.py. Check with: vk-cocoon run --check-config",
+    ]
+    for group, rows in _groups():
+        lines += ["", f"## {group}"]
+        for row in rows:
+            lines += ["", f"# {row.help}"]
+            lines += [f"# Allowed: {row.kind.allowed}." + ("" if row.default else f" Unset: {row.absent}.")]
+            lines += [f"#{row.env}={row.default}"]
+    return "\n".join(lines) + "\n"
+
+
+def _main(arguments: list[str]) -> int:
+    pages = {"configuration": configuration_page, "environment": environment_example}
+    if len(arguments) != 1 or arguments[0] not in pages:
+        sys.stderr.write(f"usage: python -m vkcocoon_settings {'|'.join(pages)}\n")
+        return 2
+    sys.stdout.write(pages[arguments[0]]())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))
