@@ -1,0 +1,292 @@
+"""The commands: what a person or a unit file types.
+
+Each command says what it needs and imports it when it is called, so that help, version and completion answer at once
+and never load gevent, kubernetes, paramiko or rich. `run`, `simulate` and `playground` import vkcocoon before anything
+else, because that import makes the process cooperative and must not come too late (D6).
+
+Data goes to stdout, talk to stderr. Exit codes (D5): 0 ok, 1 failed, 2 wrong usage, 70 internal error, 78 a setting
+that cannot be right. They are decided in one place, `_Commands.invoke`.
+"""
+
+import json
+import logging
+import os
+import platform
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from importlib import metadata, util
+from typing import Any, NoReturn
+
+import click
+
+from vkcocoon_settings import SETTINGS, Setting, SettingError, Settings
+
+__all__ = ["cli", "main"]
+
+INTERNAL_ERROR = 70
+MISCONFIGURED = 78
+
+SECTIONS = {"run": "Service", "simulate": "Simulate", "playground": "Simulate", "version": "Other"}
+
+
+class _OneLine(click.ClickException):
+    """Ends the program with one line on stderr."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"vk-cocoon: {self.format_message()}", file=file or sys.stderr)
+
+
+class _Misconfigured(_OneLine):
+    exit_code = MISCONFIGURED
+
+
+class _Commands(click.Group):
+    """Commands listed under headings, and the one place where exceptions become exit codes."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        width = max(map(len, self.commands))
+        for section in dict.fromkeys(SECTIONS.values()):
+            rows = [
+                (name.ljust(width), command.get_short_help_str(80))
+                for name, command in self.commands.items()
+                if SECTIONS[name] == section
+            ]
+            with formatter.section(section):
+                formatter.write_dl(rows)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SettingError as error:
+            raise _Misconfigured(str(error)) from None
+        except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
+            raise  # click's own ways to end; it closes a broken pipe quietly
+        except Exception:  # noqa: BLE001  the root of the program: whatever it was, say so in full and exit 70
+            click.echo(f"vk-cocoon {_version()}: internal error, please report it:\n{traceback.format_exc()}", err=True)
+            ctx.exit(INTERNAL_ERROR)
+
+
+class _RunCommand(click.Command):
+    """`run --help` with the settings under the headings of their table."""
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        grouped = {f"--{row.name.replace('_', '-')}": row.group for row in SETTINGS}
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record:
+                sections.setdefault(grouped.get(parameter.opts[0], "Other"), []).append(record)
+        for section, records in sections.items():
+            with formatter.section(section):
+                formatter.write_dl(records)
+
+
+class _Duration(click.ParamType[float]):
+    """ "90", "90s", "1m30s", "500ms", "2h"; a float of seconds."""
+
+    name = "duration"
+    UNITS = {"h": 3600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        text = str(value)
+        if re.fullmatch(r"\d+(\.\d+)?", text, re.ASCII):
+            return float(text)
+        parts = re.findall(r"(\d+(?:\.\d+)?)(ms|h|m|s)", text, re.ASCII)
+        if not parts or "".join(number + unit for number, unit in parts) != text:
+            self.fail(f"{text!r} is not a duration such as 30s, 1m30s or 500ms", param, ctx)
+        return sum(float(number) * self.UNITS[unit] for number, unit in parts)
+
+
+DURATION = _Duration()
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]}, invoke_without_command=True)
+@click.option("--version", is_flag=True, help="Show the version and exit.")
+@click.pass_context
+def cli(ctx: click.Context, version: bool) -> None:
+    """A kubelet for Cocoon microVMs and macOS guests.
+
+    \b
+    Examples:
+      vk-cocoon run --check-config
+      vk-cocoon simulate cold-boot.yaml --seed 7
+      vk-cocoon playground --for 30s
+    """
+    if version:
+        click.echo(f"vk-cocoon {_version()}")
+    elif ctx.invoked_subcommand is None:
+        click.echo(ctx.get_help())
+
+
+# run --------------------------------------------------------------------------------------------------------------
+
+
+def _settings_options(command: Any) -> Any:
+    # Applied in reverse, because click puts the option of the outermost decorator first.
+    for row in reversed(SETTINGS):
+        if row.flag:
+            default = row.default or row.absent
+            option = click.option(
+                row.flag, row.name, metavar=row.kind.metavar, help=f"{row.help}  [{row.env}; default: {default}]"
+            )
+            command = option(command)
+    return command
+
+
+@cli.command(cls=_RunCommand)
+@_settings_options
+@click.option("--check-config", is_flag=True, help="Check the settings, show where each comes from, and exit.")
+def run(check_config: bool, **flags: str | None) -> None:
+    """Run the kubelet of this host (what the systemd unit starts).
+
+    \b
+    Examples:
+      vk-cocoon run
+      vk-cocoon run --node-name rack1-host7 --log-level debug
+      vk-cocoon run --check-config
+    """
+    given = {name: text for name, text in flags.items() if text}
+    settings = Settings.load(os.environ, given)
+    settings.check_files()
+    if check_config:
+        _show_config(settings, given)
+        return
+    import vkcocoon
+    import vkcocoon_logs
+    from vkcocoon_http import CannotListen
+
+    vkcocoon_logs.configure(settings.log_level, settings.log_format)
+    for stranger, meant in Settings.strangers(os.environ).items():
+        logging.getLogger("vkcocoon.settings").warning(_strange(stranger, meant))
+    try:
+        sys.exit(vkcocoon.main(settings))
+    except CannotListen as error:
+        # Not 78: the port may be free and the address there when the unit tries again.
+        raise _OneLine(str(error)) from None
+
+
+def _show_config(settings: Settings, flags: dict[str, str]) -> None:
+    rows = [
+        (row.env, Settings.origin(row.name, os.environ, flags), _shown(row, getattr(settings, row.name)))
+        for row in SETTINGS
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    for env, origin, value in rows:
+        click.echo(f"{env:<{widths[0]}}  {origin:<{widths[1]}}  {value}")
+    for stranger, meant in Settings.strangers(os.environ).items():
+        click.echo(f"vk-cocoon: {_strange(stranger, meant)}", err=True)
+
+
+def _strange(stranger: str, meant: str) -> str:
+    return f"{stranger} is no setting of vk-cocoon and is ignored" + (f"; did you mean {meant}?" if meant else "")
+
+
+def _shown(row: Setting, value: object) -> str:
+    if value == "":
+        return f"({row.absent})"
+    return "(secret)" if row.secret else str(value)
+
+
+# simulate, playground ---------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("scenario")
+@click.option("--seed", type=click.IntRange(min=0), help="Draw the order of simultaneous things from this number.")
+@click.option("--until", type=DURATION, metavar="TIME", help="Stop at this instant of virtual time, such as 6m20s.")
+@click.option("--events", metavar="FILE", help="Write the event log there, one JSON object a line; - is stdout.")
+@click.option("--check", is_flag=True, help="Run it twice and fail where the two runs differ.")
+@click.option("--table", is_flag=True, help="Show the pods as a table at the end.")
+def simulate(scenario: str, **options: Any) -> None:
+    """Run a scenario on simulated VMs in virtual time.
+
+    Exits with 1 when one of the scenario's expectations or an invariant is broken.
+
+    \b
+    Examples:
+      vk-cocoon simulate cold-boot.yaml
+      vk-cocoon simulate cold-boot.yaml --seed 7 --events - | jq .
+    """
+    import vkcocoon  # noqa: F401  first, see above
+    import vkcocoon_logs
+    from simulator import scenario as simulation
+
+    vkcocoon_logs.configure("warning", "text")
+    sys.exit(simulation.main(scenario, **options))
+
+
+@cli.command()
+@click.option("--for", "seconds", type=DURATION, metavar="TIME", help="Stop after this long instead of at Ctrl-C.")
+@click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the API server; 0 is any free one.")
+@click.option("--table/--no-table", default=True, help="Whether to show the pods as a live table.")
+def playground(**options: Any) -> None:
+    """Run the same world live, with an API server for kubectl.
+
+    \b
+    Examples:
+      vk-cocoon playground
+      vk-cocoon playground --for 30s --no-table
+    """
+    import vkcocoon  # noqa: F401  first, see above
+    from simulator import playground as live
+
+    sys.exit(live.main(**options))
+
+
+# version ----------------------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.option("-o", "--output", type=click.Choice(["text", "json"]), default="text", help="How to print it.")
+def version(output: str) -> None:
+    """Show the version and what it runs on.
+
+    \b
+    Examples:
+      vk-cocoon version
+      vk-cocoon version -o json
+    """
+    build = _build()
+    if output == "json":
+        click.echo(json.dumps(build, indent=2))
+        return
+    width = max(map(len, build)) + 1
+    for name, value in build.items():
+        click.echo(f"{name + ':':<{width}} {value}")
+
+
+def _build() -> dict[str, str]:
+    import gevent
+
+    loop = gevent.get_hub().loop
+    return {
+        "version": _version(),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gevent": gevent.__version__,
+        "loop": f"{type(loop).__module__.split('.')[1]} {loop.backend}",
+        "kubernetes": metadata.version("kubernetes"),
+    }
+
+
+def _version() -> str:
+    """Read from the source: importing vkcocoon would load gevent, and installed metadata may be older than the code."""
+    spec = util.find_spec("vkcocoon")
+    source = getattr(spec and spec.loader, "get_source", lambda name: "")("vkcocoon") or ""
+    found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
+    return found[1] if found else metadata.version("vk-cocoon")
+
+
+def main(arguments: Iterable[str] | None = None) -> NoReturn:
+    """The program's entry; ends it with its exit code."""
+    cli.main(args=None if arguments is None else list(arguments), prog_name="vk-cocoon")
+    raise AssertionError("click ends the program")
+
+
+if __name__ == "__main__":
+    main()
