@@ -1,0 +1,284 @@
+"""Virtual time for gevent: what takes an hour in the world takes milliseconds here, at exact instants.
+
+``VirtualClock`` is a ``vkcocoon_probes.Clock``. It keeps whole microseconds and a heap of timers. Code under test runs
+in greenlets and waits through the clock; the caller of ``run`` drives it: whenever no greenlet can run, the clock jumps
+to the next timer and fires everything due at that instant.
+
+Order is part of the promise, so that a run can be repeated:
+
+- Timers fire in due order; equal ones in the order they were set, or in an order drawn from ``seed`` to explore races.
+- Everything that happens at one instant, happens before the clock moves; a bound (``timeout``) fires last of all, when
+  nothing else can happen at that instant, so a wait that ends just then still ends by itself.
+- One ``run(60)`` is the same as six thousand ``run(0.01)``.
+
+Lifetime: the greenlet that calls ``run`` is the driver. Everything else belongs into ``spawn`` or ``at``, whose
+failures ``run`` raises. A wait of the main greenlet while nobody drives, drives. There must be no socket, subprocess or
+thread pool in a virtual world: the clock does not wait for them.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import gevent
+from gevent.event import Event
+from gevent.hub import Waiter
+from gevent.pool import Group
+
+from vkcocoon_probes import Bound, microseconds
+
+__all__ = ["VirtualClock"]
+
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+# So many rounds at one instant are no cascade of events any more but somebody waiting for zero seconds in a loop.
+MOST_ROUNDS_AT_ONE_INSTANT = 100_000
+
+_WAIT, _BOUND = 0, 1  # kinds of timers, in the order they fire at one instant
+
+
+class _Timer:
+    """A cancelled timer stays in the heap, without what it would have called, until its instant comes."""
+
+    __slots__ = ("fire",)
+
+    def __init__(self, fire: Callable[[Any], object]) -> None:
+        self.fire: Callable[[Any], object] | None = fire
+
+    def cancel(self) -> None:
+        self.fire = None
+
+
+class _VirtualBound(Bound):
+    __slots__ = ("_clock", "_fired", "_timer")
+
+    def __init__(self, clock: VirtualClock, seconds: float) -> None:
+        super().__init__(seconds)
+        self._clock = clock
+        self._fired = False
+
+    def arm(self, seconds: float) -> None:
+        greenlet = gevent.getcurrent()
+
+        def fire(_: object) -> None:
+            # From the hub, as gevent's own timers do: the greenlet is waiting, since nothing can run at this moment.
+            self._fired = True
+            greenlet.throw(self.interrupt)
+
+        self._timer = self._clock._set(seconds, _BOUND, fire)
+
+    def disarm(self) -> bool:
+        self._timer.cancel()
+        return self._fired
+
+
+class VirtualClock:
+    """Time that passes only when somebody calls ``run``; see the module for order and lifetime."""
+
+    def __init__(self, seed: int | None = None, start: datetime = EPOCH) -> None:
+        loop = gevent.get_hub().loop
+        if "libuv" in type(loop).__module__:
+            # Its idle watchers fire although callbacks are still queued.
+            raise RuntimeError("virtual time needs gevent's libev loop, not libuv: unset GEVENT_LOOP")
+        if start.tzinfo is None:
+            raise ValueError("start needs a time zone")
+        self.now_us = 0
+        self._start = start
+        self._wall_step_us = 0
+        self._rng = None if seed is None else random.Random(seed)
+        self._heap: list[tuple[int, int, float, int, _Timer]] = []
+        self._count = itertools.count()
+        self._driver: Waiter[Any] | None = None
+        self._rounds_here = 0
+        self._group = Group()
+        self._failures: list[BaseException] = []
+
+    # Clock
+
+    def monotonic(self) -> float:
+        return self.now_us / 1_000_000
+
+    def now(self) -> datetime:
+        return self._start + timedelta(microseconds=self.now_us + self._wall_step_us)
+
+    def wait(self, event: Event, timeout: float | None) -> bool:
+        if event.is_set():
+            return True
+        if self._nobody_drives():
+            return self._drive_until(event.is_set, timeout)
+        if timeout is None:
+            return bool(event.wait())
+        waiter: Waiter[Any] = Waiter()
+        wake = waiter.switch
+        timer = self._set(timeout, _WAIT, wake)
+        event.rawlink(wake)
+        try:
+            return waiter.get() is event or event.is_set()
+        finally:
+            timer.cancel()
+            event.unlink(wake)
+
+    def sleep(self, seconds: float) -> None:
+        if self._nobody_drives():
+            self._drive_until(None, seconds)
+            return
+        waiter: Waiter[Any] = Waiter()
+        timer = self._set(seconds, _WAIT, waiter.switch)
+        try:
+            waiter.get()
+        finally:
+            timer.cancel()
+
+    def timeout(self, seconds: float) -> AbstractContextManager[None]:
+        return _VirtualBound(self, seconds)
+
+    # For the driver
+
+    def elapsed(self) -> float:
+        """Virtual seconds since the clock was made."""
+        return self.now_us / 1_000_000
+
+    def run(self, seconds: float) -> None:
+        """Let exactly ``seconds`` pass, timers of the last instant included; 0 lets happen what happens now.
+
+        Raises what a greenlet of ``spawn`` or ``at`` died of, at once.
+        """
+        self._drive(self.now_us + microseconds(seconds), None)
+        self._raise_failures()
+
+    def run_until(self, predicate: Callable[[], object], limit_s: float) -> bool:
+        """Let time pass until ``predicate()`` is true, asked whenever nothing can run; False after ``limit_s`` seconds.
+
+        The predicate must not wait. Raises like ``run``.
+        """
+        reached = self._drive(self.now_us + microseconds(limit_s), predicate)
+        self._raise_failures()
+        return reached
+
+    def step_wall(self, seconds: float) -> None:
+        """Step the wall clock, as an administrator or NTP does. Nothing but ``now`` may notice."""
+        self._wall_step_us += microseconds(seconds)
+
+    def spawn(self, name: str, function: Callable[..., Any], *args: Any) -> gevent.Greenlet[..., Any]:
+        """Start ``function(*args)`` in a greenlet; what it dies of, ``run`` raises."""
+        greenlet = self._prepare(name, function, args)
+        greenlet.start()
+        return greenlet
+
+    def at(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
+        """Run ``function(*args)`` in a greenlet at ``seconds`` after the clock's start; ValueError if that is over."""
+        delay_us = microseconds(seconds) - self.now_us
+        if delay_us < 0:
+            raise ValueError(f"{seconds} s is over: it is {self.elapsed()} s")
+        name = f"at {seconds} s: {getattr(function, '__qualname__', function)}"
+        # Switched to directly, not scheduled: it keeps its place among the timers of that instant.
+        self._set(delay_us / 1_000_000, _WAIT, lambda _: self._prepare(name, function, args).switch())
+
+    def close(self) -> None:
+        """Kill what ``spawn`` and ``at`` started, and drop all timers."""
+        self._group.kill()
+        self._heap.clear()
+        self._failures.clear()
+
+    # Inside
+
+    def _set(self, seconds: float, kind: int, fire: Callable[[Any], object]) -> _Timer:
+        timer = _Timer(fire)
+        # A positive wait takes at least a microsecond, or a loop over a tiny remainder would never get past it.
+        delay_us = max(microseconds(seconds), 1) if seconds > 0 else 0
+        tie = 0.0 if self._rng is None else self._rng.random()
+        heapq.heappush(self._heap, (self.now_us + delay_us, kind, tie, next(self._count), timer))
+        return timer
+
+    def _prepare(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> gevent.Greenlet[..., Any]:
+        greenlet = gevent.Greenlet(function, *args)
+        greenlet.name = name
+        greenlet.rawlink(self._note_failure)
+        self._group.add(greenlet)
+        return greenlet
+
+    def _note_failure(self, greenlet: gevent.Greenlet[..., Any]) -> None:
+        if greenlet.exception is not None:
+            self._failures.append(greenlet.exception)
+
+    def _raise_failures(self) -> None:
+        if self._failures:
+            first, *others = self._failures
+            self._failures.clear()
+            for other in others:
+                first.add_note(f"At the same instant another greenlet died of {other!r}")
+            raise first
+
+    def _nobody_drives(self) -> bool:
+        # Only the main greenlet has no parent; it may be a test that calls the provider directly.
+        return self._driver is None and gevent.getcurrent().parent is None
+
+    def _drive_until(self, predicate: Callable[[], object] | None, timeout: float | None) -> bool:
+        end_us = None if timeout is None else self.now_us + microseconds(max(timeout, 0))
+        return self._drive(end_us, predicate)
+
+    def _drive(self, end_us: int | None, predicate: Callable[[], object] | None) -> bool:
+        """Fire timers up to ``end_us``; True as soon as the predicate is true."""
+        if self._driver is not None:
+            raise RuntimeError("this clock is already being driven; wait on it instead")
+        driver: Waiter[Any] = Waiter()
+        self._driver = driver
+        # An idle watcher is called when no callback and no greenlet is left to run: the moment to move the clock.
+        idle = gevent.get_hub().loop.idle()
+        idle.start(self._turn, driver, end_us, predicate)
+        try:
+            return bool(driver.get())
+        finally:
+            self._driver = None
+            idle.stop()
+            idle.close()
+
+    def _turn(self, driver: Waiter[Any], end_us: int | None, predicate: Callable[[], object] | None) -> None:
+        # In the hub. Only one of the switches to the driver happens, and nothing of ours may follow it.
+        try:
+            verdict = self._advance(end_us, predicate)
+        except Exception as error:  # noqa: BLE001  it belongs to the driver, not to the hub
+            driver.throw(error)
+            return
+        if verdict is not None:
+            driver.switch(verdict)
+
+    def _advance(self, end_us: int | None, predicate: Callable[[], object] | None) -> bool | None:
+        """One round: the verdict for the driver, or None after firing the next timers."""
+        if self._failures:
+            return False
+        if predicate is not None and predicate():
+            return True
+        heap = self._heap
+        while heap and heap[0][4].fire is None:
+            heapq.heappop(heap)
+        if not heap or (end_us is not None and heap[0][0] > end_us):
+            if end_us is None:
+                raise RuntimeError("waiting for ever: no timer is left that could change anything")
+            self.now_us = end_us
+            self._rounds_here = 0
+            return False
+        self._move_to(heap[0][0])
+        self._fire(heap[0][1])
+        return None
+
+    def _move_to(self, instant_us: int) -> None:
+        self._rounds_here = self._rounds_here + 1 if instant_us == self.now_us else 0
+        if self._rounds_here > MOST_ROUNDS_AT_ONE_INSTANT:
+            raise RuntimeError(f"time stands still at {self.elapsed()} s: somebody waits for 0 s in a loop")
+        self.now_us = instant_us
+
+    def _fire(self, kind: int) -> None:
+        """Fire all timers of one kind that are due now; those set meanwhile have to wait for the next round."""
+        heap, due = self._heap, []
+        while heap and heap[0][0] == self.now_us and heap[0][1] == kind:
+            due.append(heapq.heappop(heap)[4])
+        for timer in due:
+            # An earlier one may have cancelled it.
+            if timer.fire is not None:
+                timer.fire(None)
