@@ -47,7 +47,6 @@ __all__ = [
     "NopPinger",
     "PingError",
     "PingTimeout",
-    "Pinger",
     "Remaining",
     "is_unicast_ipv4",
     "normalize_mac",
@@ -114,7 +113,7 @@ def normalize_mac(text: str) -> str:
 
 # A ctime moves in steps of the kernel's tick (10 ms at most), so a later write may leave a young one as it is (L6).
 _YOUNG_NS = 50_000_000
-# A writer that truncates in place is caught half-way again and again; that is one state, not many changes of it.
+# A writer that truncates in place is caught half-way again and again; only a state that stays is news.
 _TORN_REPEAT_S = 60.0
 
 _EMPTY = "is empty"
@@ -153,7 +152,8 @@ class LeaseFile:
         self._stamp: tuple[int, ...] | None = None
         self._settled = False  # an equal stamp proves an equal content
         self._problem = ""
-        self._torn_until = 0.0
+        self._told = ""  # the problem last logged
+        self._quiet_until = 0.0
 
     def lookup(self, mac: str, now: datetime) -> Lease | None:
         """The lease `mac` holds at `now` (aware), None when it holds none or another MAC owns its address (L3, L4).
@@ -213,25 +213,21 @@ class LeaseFile:
             self._verdict = str(error)
 
     def _note(self, problem: str) -> None:
-        """Say once that the file became unreadable, and once that it is readable again (L5)."""
-        if problem == self._problem:
+        """Say once that the file became unusable, and once that it is usable again (L5)."""
+        self._problem = problem
+        if problem == self._told:
             return
-        before, self._problem = self._problem, problem
-        now = time.monotonic()  # noqa: TID251  limits our own log lines, nothing that is simulated
-        torn = (problem or before) in (_EMPTY, _TORN)
-        if torn and now < self._torn_until:
-            return
-        if not problem:
-            logger.info("lease file readable again path=%s", self._path)
-            return
-        if torn:
-            self._torn_until = now + _TORN_REPEAT_S
-        logger.warning(
-            "lease file unusable, %s path=%s problem=%r",
-            "keeping the last good table" if self._table else "no address of any DHCP guest is known",
-            self._path,
-            problem,
-        )
+        if problem in (_EMPTY, _TORN):
+            now = time.monotonic()  # noqa: TID251  limits our own log lines, nothing that is simulated
+            if now < self._quiet_until:
+                return
+            self._quiet_until = now + _TORN_REPEAT_S
+        self._told = problem
+        if problem:
+            effect = "the last good table stays" if self._table else "no DHCP guest has a known address"
+            logger.warning("lease file %s %s; %s", self._path, problem, effect)
+        else:
+            logger.info("lease file %s is usable again", self._path)
 
 
 class _NotATable(ValueError):
@@ -354,18 +350,11 @@ class PingTimeout(PingError):
     """Nobody answered in time."""
 
 
-class Pinger(Protocol):
-    """What `open_pinger` returns. `degraded`: no echo is sent, an address alone counts as an answer."""
-
-    degraded: bool
-
-    def ping(self, ip: str, deadline: Remaining) -> float: ...
-
-    def close(self) -> None: ...
-
-
 def open_pinger() -> "IcmpPinger | NopPinger":
-    """The pinger for this process's whole life: decided here, once, by opening a raw socket (decision I2)."""
+    """The pinger for this process's whole life: decided here, once, by opening a raw socket (decision I2).
+
+    Both have `degraded`, `ping(ip, deadline) -> seconds` and `close()`.
+    """
     try:
         return IcmpPinger()
     except OSError as error:
@@ -439,7 +428,7 @@ class IcmpPinger:
         """
         _check_address(ip)
         if deadline.remaining() <= 0:
-            raise PingTimeout(f"icmp: no time left to ping {ip}")
+            raise PingTimeout(f"no time left to ping {ip}")
         echo = self._register(ip)
         try:
             sent = self._send(echo, deadline)
@@ -449,9 +438,9 @@ class IcmpPinger:
         finally:
             del self._pending[echo.sequence]
         if not echo.done.is_set():
-            raise PingTimeout(f"icmp: no reply from {ip}")
+            raise PingTimeout(f"no reply from {ip}")
         if echo.error:
-            raise PingError(f"icmp: {echo.error}")
+            raise PingError(echo.error)
         return echo.arrived - sent
 
     def close(self) -> None:
@@ -467,7 +456,7 @@ class IcmpPinger:
 
     def _register(self, ip: str) -> _Echo:
         if len(self._pending) > 0xFFFF:
-            raise PingError("icmp: too many echoes at once")
+            raise PingError("too many echoes at once")
         while True:
             self._sequence = (self._sequence + 1) & 0xFFFF
             if self._sequence not in self._pending:
@@ -486,9 +475,9 @@ class IcmpPinger:
                     return started
                 gevent.socket.wait_write(self._socket.fileno(), max(0.0, deadline.remaining()))
         except TimeoutError:
-            raise PingError("icmp: the send buffer stayed full") from None
+            raise PingError("the send buffer stayed full") from None
         except OSError as error:
-            raise PingError(f"icmp: cannot send to {echo.ip}: {error.strerror}") from error
+            raise PingError(f"cannot send to {echo.ip}: {error.strerror}") from error
 
     def _drain(self) -> None:
         """Take what has arrived and wake those it answers. Runs in the hub too: it never switches and never raises."""
@@ -539,7 +528,7 @@ class IcmpPinger:
 
 def _check_address(ip: str) -> None:
     if not is_unicast_ipv4(ip):
-        raise PingError(f"icmp: {ip!r} is not a unicast IPv4 address")
+        raise PingError(f"{ip!r} is not a unicast IPv4 address")
 
 
 def _open_raw_socket(identifier: int) -> socket_names.socket:
@@ -670,9 +659,9 @@ def _find_banner(received: bytes, *, ended: bool) -> str:
 def _no_banner(received: bytes) -> str:
     """What came instead of a banner, cut short and harmless to print: it was chosen by the guest."""
     if not received:
-        return "closed without an SSH banner"
+        return "hung up without a word"
     line = received.split(b"\n", 1)[0].rstrip(b"\r")[:80]
-    return f"no SSH banner but {line.decode('ascii', 'backslashreplace')!r}"
+    return f"said {line.decode('ascii', 'backslashreplace')!r}"
 
 
 # ----------------------------------------------------------------------------------------------------------------------
