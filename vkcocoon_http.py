@@ -1,0 +1,416 @@
+"""What the process serves: metrics for a scraper, health for a supervisor.
+
+`Metrics` is a set of numbers with small methods; other rooms call them and know nothing of Prometheus. Every method
+only changes memory and never switches greenlets, so a probe's observer may call it. Labels are bounded: no pod name
+ever becomes one.
+
+`MetricsServer` serves them, and the answers of `Check`s, on one address. A client can not hurt the probes: a request
+has a size, a time and a number of neighbors it may have, one connection carries one request, and anything outside is
+cut off. The checks only read memory; an answer that waits for something would hang exactly when it is needed.
+
+`HubMonitor` measures how late the greenlets of this process run, the one illness that makes all probes late at once.
+
+The provider creates all three, and closes the latter two.
+"""
+
+import io
+import os
+import platform
+import socket
+from collections import Counter as CountOf
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import gevent.event
+import gevent.pool
+import gevent.pywsgi
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import make_wsgi_app
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+
+from vkcocoon_probes import Clock, ProbeTimeout, SystemClock, spawn
+
+if TYPE_CHECKING:
+    from _typeshed.wsgi import StartResponse, WSGIEnvironment
+
+__all__ = ["CannotListen", "Check", "HubMonitor", "Metrics", "MetricsServer", "PodSample"]
+
+log = structlog.get_logger("vkcocoon.http")
+
+PREFIX = "cocoon_vk"
+PROBE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5)
+LATENESS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5)
+# From a Linux clone, ready in a fraction of a second, to a cold macOS boot of many minutes.
+READY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
+
+# A scrape is a few hundred bytes of request and some milliseconds of work; the bounds are generous to both.
+REQUEST_BYTES = 16 * 1024
+REQUEST_SECONDS = 10.0
+REQUESTS_AT_ONCE = 32
+
+HUB_PERIOD = 1.0
+# The shortest pause between two probes is 100 ms: twice that and the pace is no longer what was promised.
+HUB_LAG_WARNING = 0.2
+HUB_WARNING_PERIOD = 60.0
+
+
+class CannotListen(Exception):
+    """The address cannot be listened on now; `str()` is one line naming it and the reason."""
+
+
+# Metrics ----------------------------------------------------------------------------------------------------------
+
+
+class PodSample(Protocol):
+    """What one pod contributes to the gauges when somebody scrapes."""
+
+    @property
+    def os(self) -> str: ...
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def reason(self) -> str:
+        """Why the pod is not ready; not read when it is."""
+        ...
+
+
+class ProbeOutcome(Protocol):
+    @property
+    def ready(self) -> bool: ...
+    @property
+    def reason(self) -> str: ...
+
+
+class _PodCollector:
+    """Counts pods when asked, so that a pod that is gone can not linger in a gauge."""
+
+    def __init__(self) -> None:
+        self.source: Callable[[], Iterable[PodSample]] = tuple
+
+    def collect(self) -> Iterable[Metric]:
+        samples = [(pod.os, pod.ready, pod.reason) for pod in self.source()]  # a copy first: rendering may switch
+        pods = GaugeMetricFamily(f"{PREFIX}_pods", "Pods of this node.", labels=["os", "ready"])
+        for (system, ready), number in sorted(CountOf(sample[:2] for sample in samples).items()):
+            pods.add_metric([system, "true" if ready else "false"], number)
+        waiting = GaugeMetricFamily(f"{PREFIX}_pods_waiting", "Pods that are not ready, by reason.", labels=["reason"])
+        for reason, number in sorted(CountOf(reason for _, ready, reason in samples if not ready).items()):
+            waiting.add_metric([reason], number)
+        return pods, waiting
+
+
+class Metrics:
+    """The numbers of one process, in a registry of their own."""
+
+    def __init__(self, version: str) -> None:
+        self.registry = CollectorRegistry()
+        self._pods = _PodCollector()
+        self.registry.register(self._pods)
+        self._gauge("build_info", "What is running.", "version", "python").labels(
+            version, platform.python_version()
+        ).set(1)
+        self._degraded = self._gauge("pinger_degraded", "1 while echoes cannot be sent: no CAP_NET_RAW.")
+        self._probe_seconds = self._histogram(
+            "probe_duration_seconds", "How long a probe took.", "result", buckets=PROBE_BUCKETS
+        )
+        self._probes = self._counter("probes", "Probes, by what they found.", "reason")
+        self._lateness = self._histogram(
+            "probe_lateness_seconds", "How much later than due a probe began.", buckets=LATENESS_BUCKETS
+        )
+        self._flips = self._counter("probe_flips", "Changes of the debounced probe state.", "to")
+        self._time_to_ready = self._histogram(
+            "time_to_ready_seconds", "From a pod's creation to its first Ready.", "os", buckets=READY_BUCKETS
+        )
+        self._lease_lookups = self._counter("lease_lookups", "Lookups in the DHCP lease file.", "result")
+        self._lease_file_age = self._gauge("lease_file_age_seconds", "How long ago the lease file was changed.")
+        self._lease_releases = self._counter("lease_release", "DHCP leases given back.", "result")
+        self._status_writes = self._counter("status_writes", "Writes of a pod's status.", "result")
+        self._qemu_restarts = self._counter("qemu_restarts", "Restarts of macOS guests found dead.", "result")
+        self._pod_operations = self._counter("pod_lifecycle", "Pod operations.", "op", "result", "reason")
+        self._orphans = self._counter("orphan_vm", "VMs no pod asked for, found at start.")
+        self._vms = self._gauge("vm_table_size", "VMs this process knows.")
+        self._reconnects = self._counter("watch_reconnects", "New watches of the API server.", "reason")
+        self._greenlet_errors = self._counter("greenlet_errors", "Greenlets that ended with an exception.")
+        self._hub_lag = self._histogram(
+            "hub_lag_seconds", "How late a greenlet ran that only waited.", buckets=LATENESS_BUCKETS
+        )
+
+    def pods_from(self, source: Callable[[], Iterable[PodSample]]) -> None:
+        """Where the pods are counted at each scrape; `source` must not switch greenlets."""
+        self._pods.source = source
+
+    def degraded(self, degraded: bool) -> None:
+        """Whether the pinger is degraded (I3)."""
+        self._degraded.set(degraded)
+
+    def observe_probe(self, _agent: object, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
+        """One finished probe; has the shape of ProbeManager's observer."""
+        self._probe_seconds.labels("ready" if result.ready else "not_ready").observe(took_s)
+        self._probes.labels(result.reason).inc()
+        self._lateness.observe(max(0.0, lateness_s))
+
+    def flip(self, ready: bool) -> None:
+        """The debounced state of a pod's probe changed to `ready`."""
+        self._flips.labels("ready" if ready else "not_ready").inc()
+
+    def became_ready(self, guest_os: str, seconds: float) -> None:
+        """A pod became Ready for the first time, `seconds` after its creation."""
+        self._time_to_ready.labels(guest_os).observe(seconds)
+
+    def lease_lookup(self, result: str) -> None:
+        """`result`: found, missing, conflict or unreadable."""
+        self._lease_lookups.labels(result).inc()
+
+    def lease_file_age(self, seconds: float) -> None:
+        self._lease_file_age.set(seconds)
+
+    def lease_release(self, result: str) -> None:
+        """`result`: ok or failed."""
+        self._lease_releases.labels(result).inc()
+
+    def status_write(self, result: str) -> None:
+        """`result`: ok, failed, gone (the pod no longer exists) or unchanged (the API held it already)."""
+        self._status_writes.labels(result).inc()
+
+    def qemu_restart(self, result: str) -> None:
+        """`result`: ok or failed."""
+        self._qemu_restarts.labels(result).inc()
+
+    def pod_operation(self, op: str, result: str, reason: str = "") -> None:
+        """`op`: create, update or delete; `result`: ok, failed or skipped."""
+        self._pod_operations.labels(op, result, reason).inc()
+
+    def orphan(self) -> None:
+        self._orphans.inc()
+
+    def vms(self, number: int) -> None:
+        self._vms.set(number)
+
+    def watch_reconnect(self, reason: str) -> None:
+        """`reason`: ended (by the server, as planned), expired (history gone) or error."""
+        self._reconnects.labels(reason).inc()
+
+    def greenlet_error(self) -> None:
+        self._greenlet_errors.inc()
+
+    def hub_lag(self, seconds: float) -> None:
+        self._hub_lag.observe(max(0.0, seconds))
+
+    def _counter(self, name: str, help: str, *labels: str) -> Counter:
+        return Counter(f"{PREFIX}_{name}", help, labels, registry=self.registry)
+
+    def _gauge(self, name: str, help: str, *labels: str) -> Gauge:
+        return Gauge(f"{PREFIX}_{name}", help, labels, registry=self.registry)
+
+    def _histogram(self, name: str, help: str, *labels: str, buckets: Sequence[float]) -> Histogram:
+        return Histogram(f"{PREFIX}_{name}", help, labels, registry=self.registry, buckets=buckets)
+
+
+class HubMonitor:
+    """Measures once a second how late it is woken up, and warns when that is late enough to disturb the probes."""
+
+    def __init__(self, clock: Clock, metrics: Metrics) -> None:
+        self._clock = clock
+        self._metrics = metrics
+        self._stop = gevent.event.Event()
+        self._group = gevent.pool.Group()
+        self._warned_at = float("-inf")
+        self.lag = 0.0
+
+    def start(self) -> None:
+        spawn(self._group, "hub monitor", self._run)
+
+    def close(self) -> None:
+        self._stop.set()
+        self._group.join()
+
+    def _run(self) -> None:
+        due = self._clock.monotonic() + HUB_PERIOD
+        while not self._clock.wait(self._stop, HUB_PERIOD):
+            now = self._clock.monotonic()
+            self._measured(now - due, now)
+            due = now + HUB_PERIOD
+
+    def _measured(self, lag: float, now: float) -> None:
+        self.lag = lag
+        self._metrics.hub_lag(lag)
+        if lag > HUB_LAG_WARNING and now - self._warned_at >= HUB_WARNING_PERIOD:
+            self._warned_at = now
+            log.warning("Greenlets run late; something computes for long without waiting", lag_s=round(lag, 3))
+
+
+# Server -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One question about the health of the process. `ask` answers "" for well, else a sentence; it only reads memory.
+
+    `live` checks decide /healthz (restart me when it fails); all of them together decide /readyz.
+    """
+
+    name: str
+    ask: Callable[[], str]
+    live: bool = False
+
+
+class MetricsServer:
+    """GET /metrics, /healthz, /readyz (`?verbose` lists each check), and nothing else.
+
+    `start` raises CannotListen. `address` is where it really listens, once started.
+    """
+
+    def __init__(
+        self,
+        addr: tuple[str, int],
+        metrics: Metrics,
+        checks: Iterable[Check] = (),
+        *,
+        clock: Clock | None = None,
+        request_seconds: float = REQUEST_SECONDS,
+    ) -> None:
+        self.address = addr
+        self._checks = tuple(checks)
+        self._exposition = make_wsgi_app(metrics.registry)
+        self._clock = clock or SystemClock()
+        self._request_seconds = request_seconds
+        self._server: _Server | None = None
+
+    def start(self) -> None:
+        listener = _listen(self.address)
+        self.address = listener.getsockname()[:2]
+        self._server = _Server(listener, self._answer, self._clock, self._request_seconds)
+        self._server.start()
+        log.info("Serving metrics and health", host=self.address[0], port=self.address[1])
+
+    def close(self) -> None:
+        """Stops at once; who is just being answered is cut off."""
+        if self._server:
+            self._server.stop(timeout=0)
+            self._server = None
+
+    def _answer(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        path, query = environ["PATH_INFO"], environ["QUERY_STRING"]
+        if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
+            return _text(environ, start_response, "405 Method Not Allowed", "only GET and HEAD are answered")
+        if path == "/metrics":
+            return self._scrape(environ, start_response)
+        if path in ("/healthz", "/readyz"):
+            return self._health(environ, start_response, only_live=path == "/healthz", verbose="verbose" in query)
+        return _text(environ, start_response, "404 Not Found", "try /metrics, /healthz or /readyz?verbose")
+
+    def _scrape(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
+        try:
+            page: Iterable[bytes] = self._exposition(environ, start_response)
+        except Exception:  # protects the scraper from a half-answered request, and us from not hearing of it
+            log.exception("The metrics could not be rendered")
+            return _text(environ, start_response, "500 Internal Server Error", "see the log")
+        return page
+
+    def _health(
+        self, environ: "WSGIEnvironment", start_response: "StartResponse", *, only_live: bool, verbose: bool
+    ) -> Iterable[bytes]:
+        answers = {check.name: _asked(check) for check in self._checks if check.live or not only_live}
+        failed = any(answers.values())
+        # The first line for machines and the hurried, the rest for whoever wants to know why.
+        lines = ["failed" if failed else "ok"]
+        if verbose or failed:
+            lines += [f"[{'-' if why else '+'}] {name} {why or 'ok'}" for name, why in answers.items()]
+        return _text(environ, start_response, "503 Service Unavailable" if failed else "200 OK", "\n".join(lines))
+
+
+def _asked(check: Check) -> str:
+    try:
+        return check.ask()
+    except Exception as error:  # protects the other checks' answers
+        log.exception("A health check failed to answer", check=check.name)
+        return f"cannot tell: {type(error).__name__}: {error}"
+
+
+def _text(environ: "WSGIEnvironment", start_response: "StartResponse", status: str, text: str) -> Iterable[bytes]:
+    body = f"{text}\n".encode()
+    headers = [
+        ("Content-Type", "text/plain; charset=utf-8"),
+        ("Content-Length", str(len(body))),
+        ("Cache-Control", "no-store"),
+        ("Connection", "close"),
+    ]
+    start_response(status, headers)
+    return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
+
+
+def _listen(addr: tuple[str, int]) -> socket.socket:
+    """A listening socket; without a host on every interface, for IPv6 too where there is any."""
+    host, port = addr
+    try:
+        if not host and socket.has_dualstack_ipv6():
+            try:
+                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+            except OSError:  # compiled in, but switched off on this host; or truly in use, as the next try will tell
+                pass
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    except OSError as error:
+        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        # The library adds the address to its own text; a name that cannot be resolved has a negative number.
+        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
+        raise CannotListen(f"cannot listen on {shown}: {why}") from error
+
+
+class _TooLarge(OSError, ValueError):
+    """Both, because the WSGI server answers 400 to a ValueError in a head and drops an OSError in a body quietly."""
+
+
+class _BoundedReader(io.RawIOBase):
+    """Reads at most so many bytes of one connection."""
+
+    def __init__(self, sock: socket.socket, limit: int) -> None:
+        self._sock = sock
+        self._left = limit
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        if self._left <= 0:
+            raise _TooLarge("the request is larger than anything served here could need")
+        read = self._sock.recv_into(memoryview(buffer)[: self._left])
+        self._left -= read
+        return read
+
+
+class _Handler(gevent.pywsgi.WSGIHandler):
+    """One request on one connection, within its bounds."""
+
+    server: "_Server"
+
+    def __init__(self, sock: Any, address: Any, server: Any) -> None:
+        super().__init__(sock, address, server)
+        self.rfile = io.BufferedReader(_BoundedReader(sock, REQUEST_BYTES))
+
+    def handle(self) -> None:
+        try:
+            with self.server.clock.timeout(self.server.request_seconds):
+                super().handle()
+        except ProbeTimeout:
+            log.debug("A client was too slow and was cut off", client=str(self.client_address))
+
+    def read_request(self, raw_requestline: str) -> Any:
+        understood = super().read_request(raw_requestline)
+        self.close_connection = True
+        return understood
+
+    def handle_error(self, t: Any, v: Any, tb: Any) -> None:
+        if not issubclass(t, Exception):
+            raise v  # the time is up, or the server stops: nothing to answer any more
+        super().handle_error(t, v, tb)
+
+
+class _Server(gevent.pywsgi.WSGIServer):
+    handler_class = _Handler
+
+    def __init__(self, listener: socket.socket, application: Any, clock: Clock, request_seconds: float) -> None:
+        # Requests are not logged: a scraper's line every few seconds would bury what matters.
+        super().__init__(listener, application, spawn=gevent.pool.Pool(REQUESTS_AT_ONCE), log=None, error_log=None)
+        self.clock = clock
+        self.request_seconds = request_seconds
