@@ -1,0 +1,359 @@
+"""A Kubernetes API server in memory, so that a kubelet can be tested against what the real one does.
+
+One object store (``fake_kube_store``), two doors: in process (``FakeKube`` is a ``vkcocoon_kube.KubeApi``), where all
+waiting is on the clock handed in and therefore virtual in a simulation, and over HTTP (``fake_kube_http``), for kubectl
+and the official client. Both raise or print the same errors, take the same faults and see the same objects.
+
+    kube = FakeKube(clock)
+    kube.create("/api/v1/namespaces/default/pods", pod)
+    kube.fail("PATCH */status", ApiError(500, "InternalError", "boom"), times=2)
+
+``kube.admin`` is a second in-process door for the rest of the cluster: the person, scheduler or controller in a
+scenario. No fault, delay or log touches it, so it can still edit a pod while the server is "down" for the kubelet.
+
+There is no kubelet and no controller in here: a pod that is created stays Pending until somebody binds it and reports
+its status, a pod that is deleted stays Terminating until somebody deletes it with grace 0. The few controllers a
+playground needs are in ``fake_kube_controllers``.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, TypeVar
+
+from simulator.fake_kube_faults import Failure, Gate, Hold, Match, Request
+from simulator.fake_kube_resources import Target, bad_request, method_not_allowed, parse_path
+from simulator.fake_kube_selectors import selector
+from simulator.fake_kube_store import PLAIN, Change, DeleteOptions, Store, WriteOptions
+from simulator.fake_kube_watch import TornStream, WatchOptions, WatchStream
+from vkcocoon_kube import ApiError, Object, PatchKind
+from vkcocoon_probes import Clock
+
+__all__ = ["Door", "Failure", "FakeKube", "Hold", "Request", "revision_of"]
+
+T = TypeVar("T")
+Record = Callable[[str, str, str, dict[str, Any]], None]
+
+
+class Door:
+    """The in-process door: the ``KubeApi`` protocol on a server. What it hands out is the caller's to keep."""
+
+    def __init__(self, server: FakeKube, *, faultless: bool) -> None:
+        self._server = server
+        self._faultless = faultless
+
+    def get(self, path: str) -> Object:
+        target = parse_path(path)
+        return self._perform(
+            Request(self._now(), "GET", path), lambda: self._server.store.get(addressed(target, "get"))
+        )
+
+    def list(
+        self,
+        path: str,
+        *,
+        field_selector: str = "",
+        label_selector: str = "",
+        limit: int = 0,
+        continue_: str = "",
+        resource_version: str = "",
+    ) -> Object:
+        target = parse_path(path)
+        options = _query(
+            fieldSelector=field_selector,
+            labelSelector=label_selector,
+            limit=str(limit or ""),
+            resourceVersion=resource_version,
+        )
+        selects = selector(target.resource, field_selector, label_selector)
+
+        def act() -> Object:
+            return self._server.listing(target, self._server.store.list(target, selects, limit=limit, token=continue_))
+
+        return self._perform(Request(self._now(), "LIST", path, None, options | _query(**{"continue": continue_})), act)
+
+    def watch(
+        self, path: str, *, resource_version: str, field_selector: str = "", timeout: float = 300.0
+    ) -> Iterator[Object]:
+        target = parse_path(path)
+        query = _query(resourceVersion=resource_version, fieldSelector=field_selector, timeoutSeconds=f"{timeout:g}")
+        request = Request(self._now(), "WATCH", path, None, query)
+        revision = revision_of(resource_version)
+
+        def act() -> Iterator[Object]:
+            options = WatchOptions(
+                revision=revision,
+                timeout=timeout,
+                bookmark_interval=self._server.bookmark_interval,
+                silence=self._server.client_watch_timeout,
+            )
+            stream = self._server.open_watch(request, target, field_selector=field_selector, revision=revision)
+            return self._read(stream, options)
+
+        return self._perform(request, act, copies=False)
+
+    def create(self, path: str, body: Object) -> Object:
+        target = parse_path(path)
+        return self._perform(
+            Request(self._now(), "POST", path, _copied(body)), lambda: self._server.post(target, _copied(body))
+        )
+
+    def patch(self, path: str, body: Any, *, kind: PatchKind) -> Object:
+        target = addressed(parse_path(path), "patch")
+        request = Request(self._now(), "PATCH", path, _copied(body), {"kind": kind})
+        return self._perform(request, lambda: self._server.store.patch(target, _copied(body), kind))
+
+    def replace(self, path: str, body: Object) -> Object:
+        target = addressed(parse_path(path), "update")
+        request = Request(self._now(), "PUT", path, _copied(body))
+        return self._perform(request, lambda: self._server.store.update(target, _copied(body)))
+
+    def delete(self, path: str, *, uid: str = "", grace_seconds: int | None = None) -> Object:
+        target = addressed(parse_path(path), "delete")
+        query = _query(uid=uid, gracePeriodSeconds="" if grace_seconds is None else str(grace_seconds))
+        options = DeleteOptions(uid=uid, grace_seconds=grace_seconds)
+        request = Request(self._now(), "DELETE", path, None, query)
+        return self._perform(request, lambda: self._server.remove(target, options))
+
+    def _now(self) -> float:
+        return self._server.clock.monotonic()
+
+    def _perform(self, request: Request, act: Callable[[], T], *, copies: bool = True) -> T:
+        result = act() if self._faultless else self._server.perform(request, act, self._server.client_timeout)
+        return _copied(result) if copies else result
+
+    def _read(self, stream: WatchStream, options: WatchOptions) -> Iterator[Object]:
+        with self._server.reading(stream):
+            try:
+                for event in stream.events(options):
+                    yield _copied(event)
+            except TornStream:
+                raise ApiError(0, "ConnectionReset", f"{stream.request} was cut in the middle of an event") from None
+
+
+class FakeKube(Door):
+    """The server. Knobs are plain attributes; faults are methods that return a handle to count and undo them.
+
+    ``rng`` seeds uids and small delays of every message; without it the delays are zero and the uids those of seed 0.
+    ``record(actor, kind, key, fields)`` hears of every stored change and every refused request.
+
+    ``requests`` holds what came through a door other than ``admin``. ``latency`` is how long a request takes, in
+    seconds, half of it each way, or a function of the ``Request``. ``client_timeout`` and ``client_watch_timeout`` are
+    how long a client at the in-process door waits for an answer, and for the next line of a watch. ``gone`` says
+    how a watch from a forgotten version is refused: by an ERROR event, as real servers mostly do, or by HTTP 410.
+    """
+
+    def __init__(self, clock: Clock, *, rng: random.Random | None = None, record: Record | None = None) -> None:
+        super().__init__(self, faultless=False)
+        self.clock = clock
+        self.gate = Gate(clock, rng)
+        self.store = Store(clock, rng or random.Random(0))
+        self.store.on_change.append(self._changed)
+        self.requests: Requests = []
+        self.client_timeout = 30.0
+        self.client_watch_timeout = 90.0
+        self.bookmark_interval = 60.0
+        self.gone: Literal["event", "http"] = "event"
+        self.admin = Door(self, faultless=True)
+        self.tokens: dict[str, dict[str, Any]] = {}
+        self.allows: Callable[[Object], bool] = lambda spec: True
+        self._record = record
+        self._streams: Streams = []
+
+    # Faults ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def latency(self) -> float | Callable[[Request], float]:
+        return self.gate.latency
+
+    @latency.setter
+    def latency(self, seconds: float | Callable[[Request], float]) -> None:
+        self.gate.latency = seconds
+
+    @property
+    def down(self) -> bool:
+        """True: no request is answered, and the watches that are open break."""
+        return self.gate.down
+
+    @down.setter
+    def down(self, value: bool) -> None:
+        self.gate.down = value
+        if value:
+            self.cut_watches(mid_line=True)
+
+    def fail(self, match: Match, error: ApiError, times: int | None = 1, *, stored: bool = False) -> Failure:
+        """Answer the next ``times`` matching requests with an error (None: all); status 0 is no answer at all.
+
+        ``stored`` executes the request first: the client does not know that its write was made.
+        """
+        failure = Failure(match, error, times, stored)
+        self.gate.failures.append(failure)
+        return failure
+
+    def hang(self, match: Match, *, stored: bool = False) -> Hold:
+        """Keep matching requests without an answer until ``release``; matching open watches go silent.
+
+        With ``stored`` the request is executed at once and only its answer is kept.
+        """
+        hold = Hold(match, stored)
+        self.gate.holds.append(hold)
+        for stream in self._streams:
+            stream.wake.set()
+        return hold
+
+    def cut_watches(self, *, mid_line: bool = False) -> None:
+        """End all open watches: as a server does at its timeout, or in the middle of a line."""
+        for stream in self._streams:
+            stream.cut(torn=mid_line)
+
+    def expire_history(self) -> None:
+        """Forget the past: every version and continue token handed out so far is too old, for all but open watches."""
+        self.store.expire_history()
+        for stream in self._streams:
+            stream.skip_to(self.store.revision)
+
+    # For the doors ---------------------------------------------------------------------------------------------------
+
+    def perform(self, request: Request, act: Callable[[], T], patience: float | None) -> T:
+        """Take one request through log, faults and ``act``; ``patience`` is how long its client waits, in seconds."""
+        self.requests.append(request)
+        try:
+            self.gate.arrive(request, patience)
+            result = act()
+            self.gate.answer(request, patience)
+            return result
+        except ApiError as error:
+            if self._record is not None:
+                self._record("kube", "refused", str(request), {"status": error.status, "reason": error.reason})
+            raise
+
+    def listing(self, target: Target, page: Object) -> Object:
+        """A page of the store as the List object of its kind."""
+        resource = target.resource
+        return {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, **page}
+
+    def post(self, target: Target, body: Object, options: WriteOptions = PLAIN) -> Object:
+        """POST: create an object, bind or evict a pod, or answer a review."""
+        if target.subresource == "binding":
+            self.store.bind(target.whole, str((body.get("target") or {}).get("name", "")))
+            return _success(201)
+        if target.subresource == "eviction":
+            self.store.delete(target.whole, delete_options(body.get("deleteOptions")))
+            return _success(201)
+        if target.subresource or (target.resource.namespaced and not target.namespace):
+            raise method_not_allowed(target)
+        if target.resource.plural == "tokenreviews":
+            return self._token_review(body)
+        if target.resource.plural == "subjectaccessreviews":
+            return {**body, "status": {"allowed": self.allows(body.get("spec", {}))}}
+        return self.store.create(target, body, options)
+
+    def remove(self, target: Target, options: DeleteOptions) -> Object:
+        """DELETE: a pod answers with what is left of it, other objects with a Status once they are gone."""
+        last = self.store.delete(addressed(target, "delete"), options)
+        if target.resource.plural == "pods" or self.store.find(target) is not None:
+            return last
+        return _success(200) | {
+            "details": {"name": target.name, "kind": target.resource.plural, "uid": last["metadata"]["uid"]}
+        }
+
+    def open_watch(
+        self,
+        request: Request,
+        target: Target,
+        *,
+        field_selector: str = "",
+        label_selector: str = "",
+        revision: int | None = None,
+    ) -> WatchStream:
+        """A stream that ``reading`` must be held around; raises 410 here when ``gone`` is "http"."""
+        if "watch" not in target.resource.verbs:
+            raise method_not_allowed(target)
+        if target.name:
+            # The watch of one object is the old spelling of a field selector.
+            field_selector = ",".join(filter(None, (field_selector, f"metadata.name={target.name}")))
+        if revision is not None and self.gone == "http":
+            self.store.check_revision(target.resource, revision)
+        selects = selector(target.resource, field_selector, label_selector)
+        return WatchStream(self.clock, self.store, self.gate, request=request, target=target, selects=selects)
+
+    def reading(self, stream: WatchStream) -> _Reading:
+        return _Reading(self._streams, stream)
+
+    def _token_review(self, body: Object) -> Object:
+        user = self.tokens.get((body.get("spec") or {}).get("token", ""))
+        status: Object = {"authenticated": False, "error": "invalid bearer token"}
+        if user is not None:
+            status = {"authenticated": True, "user": user}
+        return {**body, "status": status}
+
+    def _changed(self, target: Target, change: Change) -> None:
+        for stream in self._streams:
+            stream.notify(target)
+        if self._record is not None:
+            fields = {"resourceVersion": str(change.revision), "uid": change.last["metadata"]["uid"]}
+            self._record("kube", change.type.lower(), target.label, fields)
+
+
+class _Reading:
+    """Keeps a stream among the open ones of the server for as long as somebody reads it."""
+
+    def __init__(self, streams: list[WatchStream], stream: WatchStream) -> None:
+        self._streams = streams
+        self._stream = stream
+
+    def __enter__(self) -> None:
+        self._streams.append(self._stream)
+
+    def __exit__(self, *exc: object) -> None:
+        self._streams.remove(self._stream)
+
+
+Requests = list[Request]
+Streams = list[WatchStream]
+
+
+def revision_of(text: str) -> int | None:
+    """The resourceVersion of a watch: None for "" and "0", which mean "from what there is now"."""
+    if text in ("", "0"):
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise bad_request(f'Invalid value: "{text}": strconv.ParseUint: parsing "{text}": invalid syntax')
+    return int(text)
+
+
+def delete_options(body: Any) -> DeleteOptions:
+    """The options of a DELETE from their wire form."""
+    body = body if isinstance(body, dict) else {}
+    preconditions = body.get("preconditions") or {}
+    return DeleteOptions(
+        uid=preconditions.get("uid") or "",
+        resource_version=preconditions.get("resourceVersion") or "",
+        grace_seconds=body.get("gracePeriodSeconds"),
+        dry_run=bool(body.get("dryRun")),
+    )
+
+
+def addressed(target: Target, verb: str) -> Target:
+    """The target if ``verb`` can be asked of it: one object, or the part of one that can be read and written."""
+    parts = ("", "status", "finalize") if verb != "delete" else ("",)
+    if not target.name or target.subresource not in parts or verb not in target.resource.verbs:
+        raise method_not_allowed(target)
+    return target
+
+
+def _query(**parameters: str) -> dict[str, str]:
+    return {name: value for name, value in parameters.items() if value}
+
+
+def _success(code: int) -> Object:
+    return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}
+
+
+def _copied(value: T) -> T:
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}  # type: ignore[return-value]
+    if isinstance(value, list):
+        return [_copied(item) for item in value]  # type: ignore[return-value]
+    return value
