@@ -2,8 +2,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint types bench e2e lock clean
+.PHONY: run test lint types bench e2e docs lock clean
 
 run: $(VENV)/ready
 	$(BIN)/vk-cocoon playground $(ARGS)
@@ -21,12 +22,21 @@ types: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m tests.bench $(ARGS)
 
+# Renews the pages that are made from the table of settings.
+docs: $(VENV)/ready
+	$(BIN)/python -m vkcocoon_settings configuration > docs/configuration.md
+	$(BIN)/python -m vkcocoon_settings environment > packaging/vk-cocoon.env.example
+
+# Compat mode makes the whole directory importable: a module added later needs no new installation.
 $(VENV)/ready: requirements.lock setup.py
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vk-cocoon needs Python 3.11 or newer; choose one with make PYTHON=python3.12")'
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
-	touch $@
+	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not installed; choose another with make PYTHON=python3.12"; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "vk-cocoon needs Python 3.11 or newer and %s is %d.%d; choose another with make PYTHON=python3.12" % (sys.executable, *sys.version_info[:2]))'
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { echo "$(PYTHON) cannot make virtual environments; on Debian and Ubuntu: apt install python3-venv"; exit 1; }
+	@echo "Making $(VENV) with the packages of requirements.lock. It is done once and takes about a minute."
+	@$(PYTHON) -m venv --clear $(VENV)
+	@$(PIP) --require-hashes -r requirements.lock
+	@$(PIP) --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
+	@touch $@
 
 # Renews the exact versions from the ranges in setup.py.
 lock:

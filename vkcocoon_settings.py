@@ -501,7 +501,7 @@ def configuration_page() -> str:
     for group, rows in _groups():
         lines += ["", f"## {group}", ""]
         for row in rows:
-            flag = f", `{row.flag} {row.kind.metavar.replace('|', chr(92) + '|')}`" if row.flag else ", a secret"
+            flag = f", `{row.flag} {row.kind.metavar}`" if row.flag else ", a secret"
             lines += [f"**`{row.env}`**{flag}", "", f"{row.help}  "]
             lines += [f"Default: {_default_shown(row)}. Allowed: {row.kind.allowed}.", ""]
         lines.pop()
@@ -518,7 +518,8 @@ def environment_example() -> str:
         lines += ["", f"## {group}"]
         for row in rows:
             lines += ["", f"# {row.help}"]
-            lines += [f"# Allowed: {row.kind.allowed}." + ("" if row.default else f" Unset: {row.absent}.")]
+            lines += [f"# Allowed: {row.kind.allowed}."]
+            lines += [] if row.default else [f"# Unset: {row.absent}."]
             lines += [f"#{row.env}={row.default}"]
     return "\n".join(lines) + "\n"
 
