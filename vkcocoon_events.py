@@ -1,0 +1,186 @@
+"""Kubernetes Events: what `kubectl describe` shows last, and the only place it shows reasons at all.
+
+Events are best effort and bounded: `EventRecorder.event` only remembers, one greenlet writes, equal events are counted
+into one object, and one object and reason costs at most one write a minute (K5). Nothing waits for an event, and none
+is kept over a restart.
+
+Anybody may call `event`; the recorder's greenlet lives from `start` to `close`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from dataclasses import dataclass
+from datetime import datetime
+
+import structlog
+from gevent.event import Event
+from gevent.pool import Group
+
+from vkcocoon_kube import ApiError, Backoff, KubeApi, Object
+from vkcocoon_probes import Clock, spawn
+from vkcocoon_status import format_time
+
+__all__ = ["EventRecorder"]
+
+log = structlog.get_logger()
+
+COMPONENT = "vk-cocoon"
+EVENT_EVERY_S = 60.0  # between two writes about one object for one reason
+EVENT_MEMORY_S = 600.0  # the same event within this time is counted, not repeated
+EVENT_OBJECTS = 2000  # object and reason pairs remembered
+EVENT_MESSAGE = 1024  # characters the API accepts
+
+
+@dataclass(slots=True)
+class _Series:
+    """One event that keeps happening: same object, reason and message."""
+
+    about: Object
+    type: str
+    reason: str
+    message: str
+    first: datetime
+    last: datetime
+    count: int = 1
+    written: int = 0  # the count the API knows
+    name: str = ""  # of the Event object in the API
+
+
+@dataclass(slots=True)
+class _Subject:
+    """One object and reason: the newest series, and when it may be written."""
+
+    series: _Series
+    not_before: float = 0.0
+    touched: float = 0.0
+
+    @property
+    def dirty(self) -> bool:
+        return self.series.count != self.series.written
+
+
+class EventRecorder:
+    """Kubernetes Events, best effort: `event` only remembers, one greenlet writes.
+
+    Equal events are counted into one object, and about one object and reason at most one write a minute is made; of
+    different messages within that minute the newest is kept. Events never hold up anything and may be lost.
+    """
+
+    def __init__(self, api: KubeApi, clock: Clock, *, node_name: str, rng: random.Random | None = None) -> None:
+        self._api = api
+        self._clock = clock
+        self._node_name = node_name
+        self._subjects: OrderedDict[tuple[str, str], _Subject] = OrderedDict()
+        self._backoff = Backoff(1.0, 60.0, rng=rng or random.Random(node_name))
+        self._wake = Event()
+        self._group = Group()
+        self._serial = 0
+
+    def event(self, obj: Object, type_: str, reason: str, message: str) -> None:
+        """Remember that `reason` happened to a pod or node; `type_` is "Normal" or "Warning". Never switches."""
+        about = _about(obj)
+        key = (about.get("uid") or about["name"], reason)
+        now, wall = self._clock.monotonic(), self._clock.now()
+        message = message[:EVENT_MESSAGE]
+        self._prune(now)
+        subject = self._subjects.get(key)
+        if subject is None:
+            subject = self._subjects[key] = _Subject(_Series(about, type_, reason, message, wall, wall))
+        elif (subject.series.type, subject.series.message) == (type_, message):
+            subject.series.count += 1
+            subject.series.last = wall
+        else:
+            subject.series = _Series(about, type_, reason, message, wall, wall)
+        subject.touched = now
+        self._subjects.move_to_end(key)
+        self._wake.set()
+
+    def start(self) -> None:
+        spawn(self._group, "events", self._run)
+
+    def close(self) -> None:
+        self._group.kill(block=False)
+
+    def _run(self) -> None:
+        while True:
+            self._wake.clear()
+            now = self._clock.monotonic()
+            owed = [subject for subject in self._subjects.values() if subject.dirty]
+            due = next((subject for subject in owed if subject.not_before <= now), None)
+            if due is not None:
+                self._write(due)
+                continue
+            soonest = min((subject.not_before for subject in owed), default=None)
+            self._clock.wait(self._wake, None if soonest is None else soonest - now)
+
+    def _write(self, subject: _Subject) -> None:
+        series, count = subject.series, subject.series.count
+        try:
+            self._send(series, count)
+        except ApiError as error:
+            if error.status == 404 and series.name:
+                series.name = ""  # it had expired: the next round makes a new one
+                return
+            if error.status in (0, 401, 429) or error.status >= 500:
+                self._clock.sleep(self._backoff.next(error.retry_after))
+                return
+            log.debug("an event was refused", reason=series.reason, error=str(error))
+        self._backoff.reset()
+        series.written = count
+        subject.not_before = self._clock.monotonic() + EVENT_EVERY_S
+
+    def _send(self, series: _Series, count: int) -> None:
+        namespace = series.about.get("namespace") or "default"
+        path = f"/api/v1/namespaces/{namespace}/events"
+        if series.name:
+            body = {"count": count, "lastTimestamp": format_time(series.last), "message": series.message}
+            self._api.patch(f"{path}/{series.name}", body, kind="merge")
+            return
+        self._serial += 1
+        stamp = int(series.first.timestamp() * 1_000_000)
+        name = f"{series.about['name'][:200]}.{stamp:x}{self._serial:04x}"
+        self._api.create(path, self._body(series, count, namespace, name))
+        series.name = name
+
+    def _body(self, series: _Series, count: int, namespace: str, name: str) -> Object:
+        return {
+            "apiVersion": "v1",
+            "kind": "Event",
+            "metadata": {"name": name, "namespace": namespace},
+            "involvedObject": series.about,
+            "type": series.type,
+            "reason": series.reason,
+            "message": series.message,
+            "firstTimestamp": format_time(series.first),
+            "lastTimestamp": format_time(series.last),
+            "count": count,
+            "source": {"component": COMPONENT, "host": self._node_name},
+            "reportingComponent": COMPONENT,
+            "reportingInstance": self._node_name,
+        }
+
+    def _prune(self, now: float) -> None:
+        """Forget what has been quiet; over the limit also what has not."""
+        while self._subjects:
+            key, oldest = next(iter(self._subjects.items()))
+            quiet = not oldest.dirty and now - oldest.touched >= EVENT_MEMORY_S
+            if not quiet and len(self._subjects) < EVENT_OBJECTS:
+                return
+            del self._subjects[key]
+
+
+def _about(obj: Object) -> Object:
+    """The reference of an event to its object. Items of a list carry no kind."""
+    metadata = obj.get("metadata") or {}
+    namespace = metadata.get("namespace") or ""
+    reference = {
+        "apiVersion": obj.get("apiVersion") or "v1",
+        "kind": obj.get("kind") or ("Pod" if namespace else "Node"),
+        "name": metadata.get("name") or "",
+        "uid": metadata.get("uid") or "",
+    }
+    if namespace:
+        reference["namespace"] = namespace
+    return reference
