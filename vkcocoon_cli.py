@@ -16,7 +16,7 @@ import re
 import sys
 import traceback
 from collections.abc import Iterable
-from importlib import metadata, util
+from importlib import util
 from typing import Any, NoReturn
 
 import click
@@ -261,6 +261,8 @@ def version(output: str) -> None:
 
 
 def _build() -> dict[str, str]:
+    from importlib import metadata
+
     import gevent
 
     loop = gevent.get_hub().loop
@@ -275,11 +277,11 @@ def _build() -> dict[str, str]:
 
 
 def _version() -> str:
-    """Read from the source: importing vkcocoon would load gevent, and installed metadata may be older than the code."""
+    """Read from the source: importing vkcocoon would load gevent, and what pip noted may be older than the code."""
     spec = util.find_spec("vkcocoon")
     source = getattr(spec and spec.loader, "get_source", lambda name: "")("vkcocoon") or ""
     found = re.search(r'^__version__ = "([^"]+)"$', source, re.MULTILINE)
-    return found[1] if found else metadata.version("vk-cocoon")
+    return found[1] if found else "unknown"
 
 
 def main(arguments: Iterable[str] | None = None) -> NoReturn:
