@@ -1,0 +1,91 @@
+"""What happened in a run, in order, with the instant of each: the event log and its digest.
+
+An entry is a line of JSON: microseconds since the start, who, what, about which object, and a few fields. Two runs of
+one seed write the same lines, so the digest of the lines is the fingerprint of the run; where two runs differ, the
+first line that differs says where. Everything a fake records ends here, and so does every probe and every write that
+Kubernetes accepted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from simulator.clock import VirtualClock
+
+__all__ = ["Entry", "Timeline"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One event. ``at_us`` are microseconds since the start of the run."""
+
+    at_us: int
+    actor: str
+    kind: str
+    key: str
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return self.at_us / 1_000_000
+
+    def line(self) -> str:
+        """The JSON line of this entry; its bytes are what the digest is made of."""
+        head = {"us": self.at_us, "actor": self.actor, "kind": self.kind, "key": self.key}
+        return json.dumps(head | dict(self.fields), sort_keys=False, ensure_ascii=False, default=str)
+
+    def text(self) -> str:
+        """For people: ``   3.078125  kube     ready        default/web-0  True``."""
+        fields = " ".join(f"{name}={value}" for name, value in self.fields)
+        return f"{self.seconds:12.6f}  {self.actor:<8} {self.kind:<14} {self.key:<24} {fields}".rstrip()
+
+
+class Timeline:
+    """The entries of one run."""
+
+    def __init__(self, clock: VirtualClock) -> None:
+        self._clock = clock
+        self._entries: list[Entry] = []
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def record(self, actor: str, kind: str, key: str, fields: dict[str, Any] | None = None) -> None:
+        """Add an event that happens now."""
+        self._entries.append(Entry(self._clock.now_us, actor, kind, key, tuple((fields or {}).items())))
+
+    def of(self, *, actor: str | None = None, kind: str | None = None, key: str | None = None) -> list[Entry]:
+        """The entries that match all that is given."""
+        return [
+            entry
+            for entry in self._entries
+            if actor in (None, entry.actor) and kind in (None, entry.kind) and key in (None, entry.key)
+        ]
+
+    def at(self, **match: str) -> list[float]:
+        """The instants, in seconds, of the entries that `of` finds."""
+        return [entry.seconds for entry in self.of(**match)]
+
+    def digest(self) -> str:
+        """``sha256:...`` over the lines."""
+        digest = hashlib.sha256()
+        for entry in self._entries:
+            digest.update(entry.line().encode() + b"\n")
+        return f"sha256:{digest.hexdigest()}"
+
+    def first_difference(self, other: Timeline) -> str:
+        """The first entry in which two runs differ, both sides; "" when they are the same."""
+        for mine, theirs in zip(self, other, strict=False):
+            if mine != theirs:
+                return f"{mine.text()}\n{theirs.text()}"
+        if len(self) != len(other):
+            longer = self if len(self) > len(other) else other
+            return f"one run ends, the other goes on: {list(longer)[min(len(self), len(other))].text()}"
+        return ""
