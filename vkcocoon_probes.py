@@ -501,8 +501,8 @@ class ProbeManager:
                 result = agent.probe(Deadline(clock, self._timeout, patience=agent.patience))
             ready, reason, message = result.ready, result.reason, result.message
             agent.complaint = ""
-        except ProbeTimeout:
-            ready, reason, message = False, REASON_TIMEOUT, f"the probe took longer than {self._timeout:g} s"
+        except ProbeTimeout as error:
+            ready, reason, message = False, REASON_TIMEOUT, str(error)
         except (Exception, gevent.Timeout) as error:  # noqa: BLE001, TID251  one pod's closure must not end its loop
             # Only the kind of error: its text may differ each time, and each difference would be pushed.
             ready, reason, message = False, REASON_ERROR, f"the probe raised {type(error).__name__}"

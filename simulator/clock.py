@@ -110,7 +110,7 @@ class VirtualClock:
         if event.is_set():
             return True
         if self._nobody_drives():
-            return self._drive_until(event.is_set, timeout)
+            return self._drive_through(event, timeout)
         if timeout is None:
             return bool(event.wait())
         waiter: Waiter[Any] = Waiter()
@@ -125,7 +125,7 @@ class VirtualClock:
 
     def sleep(self, seconds: float) -> None:
         if self._nobody_drives():
-            self._drive_until(None, seconds)
+            self._drive_through(Event(), seconds)
             return
         waiter: Waiter[Any] = Waiter()
         timer = self._set(seconds, _WAIT, waiter.switch)
@@ -218,12 +218,19 @@ class VirtualClock:
         # Only the main greenlet has no parent; it may be a test that calls the provider directly.
         return self._driver is None and gevent.getcurrent().parent is None
 
-    def _drive_until(self, predicate: Callable[[], object] | None, timeout: float | None) -> bool:
-        end_us = None if timeout is None else self.now_us + microseconds(max(timeout, 0))
-        return self._drive(end_us, predicate)
+    def _drive_through(self, event: Event, timeout: float | None) -> bool:
+        """A wait of the main greenlet: like any other one, but it also makes time pass."""
+        passed: list[None] = []
+        timer = None if timeout is None else self._set(timeout, _WAIT, passed.append)
+        try:
+            self._drive(None, lambda: passed or event.is_set())
+        finally:
+            if timer is not None:
+                timer.cancel()
+        return event.is_set()
 
     def _drive(self, end_us: int | None, predicate: Callable[[], object] | None) -> bool:
-        """Fire timers up to ``end_us``; True as soon as the predicate is true."""
+        """Fire timers up to ``end_us`` (None: without end); True as soon as the predicate is true."""
         if self._driver is not None:
             raise RuntimeError("this clock is already being driven; wait on it instead")
         driver: Waiter[Any] = Waiter()
@@ -250,7 +257,7 @@ class VirtualClock:
 
     def _advance(self, end_us: int | None, predicate: Callable[[], object] | None) -> bool | None:
         """One round: the verdict for the driver, or None after firing the next timers."""
-        if self._failures:
+        if self._failures and end_us is not None:  # a wait of the main greenlet is no place to raise them
             return False
         if predicate is not None and predicate():
             return True
