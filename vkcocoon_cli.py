@@ -1,7 +1,7 @@
 """The commands: what a person or a unit file types.
 
 Each command says what it needs and imports it when it is called, so that help, version and completion answer at once
-and never load gevent, kubernetes, paramiko or rich. `run`, `simulate` and `playground` import vkcocoon before anything
+and never load gevent, kubernetes, paramiko or rich. `run` and `simulate` import vkcocoon before anything
 else, because that import makes the process cooperative and must not come too late (D6).
 
 Data goes to stdout, talk to stderr. Exit codes (D5): 0 ok, 1 failed, 2 wrong usage, 70 internal error, 78 a setting
@@ -224,16 +224,19 @@ def simulate(scenario: str, **options: Any) -> None:
 @click.option("--for", "seconds", type=DURATION, metavar="TIME", help="Stop after this long instead of at Ctrl-C.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the API server; 0 is any free one.")
 @click.option("--table/--no-table", default=True, help="Whether to show the pods as a live table.")
+@click.option("--tour/--no-tour", default=True, help="Whether to start with pods and things happening to them.")
+@click.option("--loopback", is_flag=True, help="Do without network namespaces even where they are granted.")
 def playground(**options: Any) -> None:
     """Run the same world live, with an API server for kubectl.
+
+    Exits with 1 when something the tour expects did not follow.
 
     \b
     Examples:
       vk-cocoon playground
       vk-cocoon playground --for 30s --no-table
     """
-    import vkcocoon  # noqa: F401  first, see above
-    from simulator import playground as live
+    from simulator import playground as live  # starts the daemon in a process of its own, which patches itself
 
     sys.exit(live.main(**options))
 
