@@ -43,6 +43,7 @@ __all__ = [
     "Object",
     "PatchKind",
     "Reflector",
+    "list_all",
     "uid_of",
     "version_of",
 ]
@@ -184,7 +185,8 @@ _PATCH_TYPES: dict[PatchKind, str] = {
 class HttpKubeApi:
     """`KubeApi` over the official client's transport: raw dicts, a bound on every call, no silent retries.
 
-    `kubeconfig` is a path ("" = the service account inside a cluster, else the client's default file).
+    `kubeconfig` is a path, or several with colons between ("" = ~/.kube/config if there is one, else the service
+    account of the pod we run in).
     Credentials are read again when the API answers 401 or TLS fails, since tokens and certificates rotate.
     Raises `KubeconfigError` when there is nothing to load.
     """
@@ -321,12 +323,12 @@ class HttpKubeApi:
         settings.retries = False  # ours are visible and know what they repeat
         settings.connection_pool_maxsize = POOL_SIZE
         try:
-            if self._kubeconfig or not _inside_cluster():
-                config.load_kube_config(self._kubeconfig or None, client_configuration=settings)
+            if files := self._kubeconfig or _default_kubeconfig():
+                config.load_kube_config(files, client_configuration=settings)
             else:
                 config.load_incluster_config(client_configuration=settings)
         except (config.ConfigException, OSError, ValueError) as error:
-            raise KubeconfigError(f"{self._kubeconfig or 'default kubeconfig'}: {error}") from error
+            raise KubeconfigError(f"{files or 'no kubeconfig, and no service account'}: {error}") from error
         client = ApiClient(settings)
         client.user_agent = self._user_agent
         return client
@@ -356,8 +358,9 @@ class HttpKubeApi:
             raise ApiError(0, "BadAnswer", f"the answer cannot be read: {error}") from error
 
 
-def _inside_cluster() -> bool:
-    return bool(os.environ.get("KUBERNETES_SERVICE_HOST"))
+def _default_kubeconfig() -> str:
+    path = os.path.expanduser("~/.kube/config")
+    return path if os.path.exists(path) else ""
 
 
 def _refusal(response: Any) -> ApiError:
@@ -415,6 +418,22 @@ class Handler(Protocol):
     def listed(self) -> None:
         """A complete list has been compared: `objects` is what the API holds."""
         ...
+
+
+def list_all(api: KubeApi, path: str, *, field_selector: str = "") -> tuple[list[Object], str]:
+    """Every object of a collection and the version of the list, read in pages.
+
+    Raises ApiError when any page is missing: half a list is no list, because what is absent from it would be deleted.
+    """
+    items: list[Object] = []
+    continue_ = ""
+    while True:
+        page = api.list(path, field_selector=field_selector, limit=PAGE, continue_=continue_)
+        items += page.get("items") or ()
+        metadata = page.get("metadata") or {}
+        continue_ = metadata.get("continue") or ""
+        if not continue_:
+            return items, str(metadata.get("resourceVersion") or "")
 
 
 class _TooOld(Exception):
@@ -482,21 +501,13 @@ class Reflector:
 
     def _list(self) -> str:
         """Read all pages, then compare; nothing is believed before the last page is there."""
-        items: list[Object] = []
-        continue_ = ""
-        while True:
-            page = self._api.list(self._path, field_selector=self._selector, limit=PAGE, continue_=continue_)
-            items += page.get("items") or ()
-            metadata = page.get("metadata") or {}
-            continue_ = metadata.get("continue") or ""
-            if not continue_:
-                break
+        items, version = list_all(self._api, self._path, field_selector=self._selector)
         self._replace(items)
         self._listed_at = self._clock.monotonic()
         self._answered()
         self.synced.set()
         self._handler.listed()
-        return str(metadata.get("resourceVersion") or "")
+        return version
 
     def _replace(self, items: list[Object]) -> None:
         found = {uid_of(item): item for item in items if uid_of(item)}

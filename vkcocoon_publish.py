@@ -177,7 +177,8 @@ class _Publisher:
 
     def __init__(self, desk: _Desk, pod: Object, held: Object | None) -> None:
         self.running = False
-        self.ended = False  # the UID is no longer in the API: nothing is written ever again
+        self.ended = False  # the API said that the UID is no longer there: nothing is written ever again
+        self.absent = False  # the reflector does not see it: nothing is written until it does again
         self.uid = uid_of(pod)
         self.key = pod_key(pod)
         self._path = pod_path(pod)
@@ -221,6 +222,7 @@ class _Publisher:
         self._kick.set()
 
     def observe(self, pod: Object) -> None:
+        self.absent = False
         if self._held is None or _newer(pod, self._held):
             self._held = pod
         self._kick.set()
@@ -232,7 +234,7 @@ class _Publisher:
     def owes(self) -> bool:
         """Is there anything to write? Also notes what the API has held once."""
         wanted, held = self._wanted, self._held
-        if self.ended or wanted is None:
+        if self.ended or self.absent or wanted is None:
             return False
         if held is None:
             return True
@@ -315,7 +317,7 @@ class _Publisher:
         if not self._status_held(wanted, held):
             held = self._write_status(wanted, held)
         # A newer state goes first with its own status, and what somebody undid meanwhile is not held.
-        if self.ended or wanted is not self._wanted or not self._status_held(wanted, held):
+        if self.ended or self.absent or wanted is not self._wanted or not self._status_held(wanted, held):
             return
         if not _annotations_held(wanted, held):
             body = {"metadata": {"uid": self.uid, "annotations": wanted.annotations}}
@@ -409,7 +411,6 @@ class Publishers:
         self._desk = _Desk(api, clock, BoundedSemaphore(WRITERS), gate, rng or random.Random(0))
         self._cached = cached
         self._by_uid: dict[str, _Publisher] = {}
-        self._gone: set[str] = set()
         self._group = Group()
         self._closed = False
 
@@ -423,7 +424,7 @@ class Publishers:
         that are ours (None = must be absent). It is kept as it is.
         """
         uid = uid_of(pod)
-        if self._closed or uid in self._gone:
+        if self._closed:
             return
         publisher = self._by_uid.get(uid)
         if publisher is None:
@@ -433,21 +434,19 @@ class Publishers:
 
     def observe(self, pod: Object) -> None:
         """The API holds this; memory only."""
-        self._gone.discard(uid_of(pod))
         if publisher := self._by_uid.get(uid_of(pod)):
             publisher.observe(pod)
             self._start(publisher)
 
     def gone(self, uid: str) -> None:
         """The API no longer holds the UID: nothing is written for it until `observe` says otherwise."""
-        self._gone.add(uid)
-        if publisher := self._by_uid.pop(uid, None):
-            publisher.end("the API no longer has the pod")
+        if publisher := self._by_uid.get(uid):
+            publisher.absent = True
 
     def forget(self, uid: str) -> None:
         """Nobody will ask about the UID again."""
-        self.gone(uid)
-        self._gone.discard(uid)
+        if publisher := self._by_uid.pop(uid, None):
+            publisher.end("the pod is gone")
 
     def recheck(self, listed: Iterable[str] | None = None) -> None:
         """Start everybody who owes something; with the UIDs of a complete list, look after those it lacks."""
