@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 __all__ = ["Netlink"]
 
-_RTM_NEWLINK, _RTM_NEWADDR, _RTM_NEWROUTE = 16, 20, 24
+_RTM_NEWLINK, _RTM_NEWADDR, _RTM_DELADDR, _RTM_NEWROUTE = 16, 20, 21, 24
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_EXCL, _NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 _CREATE = _NLM_F_CREATE | _NLM_F_EXCL
@@ -74,10 +74,11 @@ class Netlink:
 
     def add_address(self, index: int, address: str, prefix: int) -> None:
         """Give the link with this index an IPv4 address."""
-        raw = socket.inet_aton(address)
-        body = _ADDRESS.pack(socket.AF_INET, prefix, 0, _RT_SCOPE_UNIVERSE, index)
-        body += _attribute(_IFA_LOCAL, raw) + _attribute(_IFA_ADDRESS, raw)
-        self._ask(f"add address {address}/{prefix}", _RTM_NEWADDR, _CREATE, body)
+        self._ask(f"add address {address}/{prefix}", _RTM_NEWADDR, _CREATE, _address(index, address, prefix))
+
+    def remove_address(self, index: int, address: str, prefix: int) -> None:
+        """Take it away again; routes that need it go with it."""
+        self._ask(f"remove address {address}/{prefix}", _RTM_DELADDR, 0, _address(index, address, prefix))
 
     def add_default_route(self, gateway: str) -> None:
         body = _ROUTE.pack(
@@ -107,6 +108,12 @@ class Netlink:
 
 def _link(*, up: bool = False) -> bytes:
     return _LINK.pack(socket.AF_UNSPEC, 0, 0, _IFF_UP if up else 0, _IFF_UP if up else 0)
+
+
+def _address(index: int, address: str, prefix: int) -> bytes:
+    raw = socket.inet_aton(address)
+    head = _ADDRESS.pack(socket.AF_INET, prefix, 0, _RT_SCOPE_UNIVERSE, index)
+    return head + _attribute(_IFA_LOCAL, raw) + _attribute(_IFA_ADDRESS, raw)
 
 
 def _attribute(kind: int, payload: bytes) -> bytes:
