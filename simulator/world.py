@@ -26,6 +26,7 @@ from simulator.fake_kube_resources import Target
 from simulator.fake_kube_store import Change
 from simulator.fake_leases import FakeCocoonNet
 from simulator.fake_vms import FakeHost, Guest, GuestSpec
+from simulator.invariants import Invariants
 from simulator.timeline import Timeline
 from vkcocoon import Ports
 from vkcocoon_daemon import Daemon
@@ -88,6 +89,7 @@ class World:
         self.host = FakeHost(self.clock, rng=self.rng("vms"), leases=self.leases, record=self.timeline.record)
         self.kube = FakeKube(self.clock, rng=None if seed is None else self.rng("kube"))
         self.kube.store.on_change.append(self._watch_pod)
+        self.invariants = Invariants(self.kube.store, self._broken)
         self.settings = Settings(
             **{"node_name": NODE, "node_ip": NODE_IP, "leases_path": str(lease_path), "node_pods": 256} | settings
         )
@@ -154,11 +156,15 @@ class World:
     # --- the rest of the cluster ----------------------------------------------------------------------------------
 
     def create_pod(
-        self, name: str, *, os: str = "linux", guest: GuestSpec | None = None, namespace: str = "default", **more: str
+        self,
+        name: str,
+        *,
+        namespace: str = "default",
+        os: str = "linux",
+        guest: GuestSpec | None = None,
+        annotations: Mapping[str, str] = {},
     ) -> Object:
-        """Submit a pod bound to this node. ``guest`` says how its guest will behave; ``more`` are annotations of the
-        ``vm.cocoonstack.io`` group (``probe_port="22"``)."""
-        annotations = {f"vm.cocoonstack.io/{key.replace('_', '-')}": value for key, value in more.items()}
+        """Submit a pod bound to this node. ``guest`` says how its guest will behave."""
         pod = example_pod(name, namespace=namespace, os=os, annotations=annotations)
         if guest is not None:
             self.host.specs[pod["metadata"]["annotations"]["vm.cocoonstack.io/name"]] = guest
@@ -203,6 +209,9 @@ class World:
         """The instants at which probes of a pod ended."""
         return [entry.seconds for entry in self.timeline.of(actor="probe", key=f"{namespace}/{name}")]
 
+    def _broken(self, rule: str, key: str, text: str) -> None:
+        self.timeline.record("invariant", "broken", key, {"rule": rule, "why": text})
+
     def _watch_pod(self, target: Target, change: Change) -> None:
         """What Kubernetes holds changed: the events that scenarios and invariants speak about."""
         if target.resource.plural != "pods":
@@ -225,6 +234,7 @@ def _facets(pod: Object) -> dict[str, str]:
     return {
         "phase": status.get("phase", ""),
         "ready": condition_of(status, "Ready").get("status", ""),
+        "reason": condition_of(status, "Ready").get("reason", ""),
         "address": status.get("podIP", ""),
         "lifecycle": annotations.get("vm.cocoonstack.io/lifecycle-state", ""),
         "terminating": "True" if metadata.get("deletionTimestamp") else "",
