@@ -7,7 +7,7 @@ Who runs here: the actor of a pod (vkcocoon_kube) calls create, update and delet
 greenlet per pod (vkcocoon_probes) asks `_guest_probe` or `_macos_probe` on each tick. Background greenlets of a pod
 (the wait for an address, a QEMU restart) belong to its `TrackedPod` and end with it.
 
-Who owns what: `TrackedPod` (vkcocoon_pods) is one incarnation of a pod, keyed by UID. After every call that may switch
+Who owns what: `TrackedPod` (vkcocoon_tracking) is one incarnation of a pod, keyed by UID. After every call that may switch
 greenlets, `PodTable.holds` is asked again: still this incarnation, still this VM? What waits takes its time from the
 clock in `Ports`. Start reading at `Provider.create_pod`, then `_guest_probe`, then `Publication.publish`.
 """
@@ -50,7 +50,7 @@ from vkcocoon_net import (
     ssh_banner,
     tcp_accepts,
 )
-from vkcocoon_pods import Notify, Pod, PodTable, Publication, Report, TrackedPod
+from vkcocoon_tracking import Notify, Pod, PodTable, Publication, Report, TrackedPod
 from vkcocoon_probes import Clock, Deadline, Observer, ProbeAgent, ProbeManager, ProbeResult, spawn
 from vkcocoon_settings import Settings
 from vkcocoon_spec import PodSpec, SpecError
