@@ -28,7 +28,7 @@ def test_a_library_that_swallows_exceptions_around_its_wait_does_not_escape_the_
         while True:
             try:
                 rig.clock.sleep(1000)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  as libraries do
                 swallowed.append(error)
 
     rig.start(stubborn)
@@ -43,7 +43,7 @@ def test_a_probe_that_swallows_even_the_interrupt_is_late_whatever_it_returns():
     def deaf(deadline):
         try:
             rig.clock.sleep(1000)
-        except BaseException:
+        except BaseException:  # noqa: BLE001  the worst a library can do
             rig.clock.sleep(1)
         return UP
 

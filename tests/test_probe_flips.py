@@ -14,35 +14,67 @@ from vkcocoon_probes import Cadence, ProbeAgent, ProbeResult
 CADENCE = Cadence.growing(0.1, 1.5, 1.0, 5.0, 3)
 WAITING = ProbeResult(False, "WaitingForLease", "waiting for DHCP lease")
 
-# Outcomes of the probes; for each: is somebody told (!), is the pod shown ready (R), the pause that follows.
+# Outcomes of the probes (S, F); below each: is it news (!), is the pod shown ready (R), the pause that follows in ms.
+# The first result always is news, but start leaves the telling to its caller.
 TRANSITIONS = {
-    "never ready": ("FFFFFFFF", "- - - - - - - -", "- - - - - - - -", [100, 150, 225, 337.5, 506.25, 759.375, 1000, 1000]),
-    "ready at once": ("SS", "- -", "R R", [5000, 5000]),
-    "up with one success": ("FFS", "- - !", "- - R", [100, 150, 5000]),
-    "one failure is not shown": ("SFS", "- - -", "R R R", [5000, 5000, 5000]),
-    "two failures are not shown": ("SFFS", "- - - -", "R R R R", [5000, 5000, 5000, 5000]),
-    "down with the third": ("SFFF", "- - - !", "R R R -", [5000, 5000, 5000, 100]),
-    "down only once": ("SFFFFF", "- - - ! - -", "R R R - - -", [5000, 5000, 5000, 100, 150, 225]),
-    "a success starts the count anew": ("SFFSFFSFF", "- - - - - - - - -", "R R R R R R R R R", [5000] * 9),
-    "a success starts the count anew, then three": (
-        "SFFSFFF",
-        "- - - - - - !",
-        "R R R R R R -",
-        [*[5000] * 6, 100],
-    ),
-    "down, up, down": ("SFFFSFFF", "- - - ! ! - - !", "R R R - R R R -", [5000, 5000, 5000, 100, 5000, 5000, 5000, 100]),
-    "the ramp begins anew": ("FFFSFFFF", "- - - ! - - ! -", "- - - R R R - -", [100, 150, 225, 5000, 5000, 5000, 100, 150]),
-}  # fmt: skip
+    "never ready": """
+        F F F F F F F F
+        ! - - - - - - -
+        - - - - - - - -
+        100 150 225 337.5 506.25 759.375 1000 1000""",
+    "ready at once": """
+        S S
+        ! -
+        R R
+        5000 5000""",
+    "up with one success": """
+        F F S S
+        ! - ! -
+        - - R R
+        100 150 5000 5000""",
+    "one failure is not shown": """
+        S F S
+        ! - -
+        R R R
+        5000 5000 5000""",
+    "two failures are not shown": """
+        S F F S
+        ! - - -
+        R R R R
+        5000 5000 5000 5000""",
+    "down with the third, and only once": """
+        S F F F F F
+        ! - - ! - -
+        R R R - - -
+        5000 5000 5000 100 150 225""",
+    "a success starts the count anew": """
+        S F F S F F S F F F
+        ! - - - - - - - - !
+        R R R R R R R R R -
+        5000 5000 5000 5000 5000 5000 5000 5000 5000 100""",
+    "down, up and down again": """
+        S F F F S F F F
+        ! - - ! ! - - !
+        R R R - R R R -
+        5000 5000 5000 100 5000 5000 5000 100""",
+    "the ramp begins anew with each flip down": """
+        F F F S F F F F F
+        ! - - ! - - ! - -
+        - - - R R R - - -
+        100 150 225 5000 5000 5000 100 150 225""",
+}
 
 
-@pytest.mark.parametrize(("outcomes", "told", "shown", "pauses_ms"), TRANSITIONS.values(), ids=TRANSITIONS)
-def test_every_transition_of_an_agent(outcomes, told, shown, pauses_ms):
+@pytest.mark.parametrize("table", TRANSITIONS.values(), ids=TRANSITIONS)
+def test_every_transition_of_an_agent(table):
+    outcomes, told, shown, pauses_ms = (line.split() for line in table.strip().splitlines())
     agent = ProbeAgent("pod", script("S"), lambda: None, CADENCE)
-    results = [UP if letter == "S" else DOWN for letter in outcomes]
-    told = [mark == "!" for mark in told.split()]
-    told[0] = True  # the first result is news too; start leaves the telling to its caller
-    seen = [(agent.observe(result), agent.ready, agent.pause_us / 1000) for result in results]
-    assert seen == list(zip(told, [mark == "R" for mark in shown.split()], pauses_ms, strict=True))
+    seen = []
+    for outcome in outcomes:
+        changed = agent.observe(UP if outcome == "S" else DOWN)
+        seen.append((changed, agent.ready, agent.pause_us / 1000))
+    expected = zip(told, shown, pauses_ms, strict=True)
+    assert seen == [(news == "!", ready == "R", float(pause)) for news, ready, pause in expected]
 
 
 def test_before_the_first_result_an_agent_is_not_ready_and_has_the_first_pause():
