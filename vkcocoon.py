@@ -627,8 +627,8 @@ class Provider:
             entry.vm = vm  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
         elif vm is not None:
             self._bind(entry, vm, None, "adopt")
-        elif entry.intent.state in (IntentState.HIBERNATED, IntentState.HIBERNATING):
-            self._adopt_hibernated(entry)
+        elif not self._adopt_hibernated(entry):
+            self._pods.drop(entry)  # nothing of it runs: `create_pod` will be called for it
         return None
 
     def _live_macos(self, entry: TrackedPod) -> VM | None:
@@ -639,16 +639,19 @@ class Provider:
             return None
         return record if self._ports.macos.alive(record) else None
 
-    def _adopt_hibernated(self, entry: TrackedPod) -> None:
+    def _adopt_hibernated(self, entry: TrackedPod) -> bool:
         """A hibernated pod has no VM on purpose; an interrupted hibernate is done when its snapshot is there."""
+        if entry.terminating or entry.intent.state not in (IntentState.HIBERNATED, IntentState.HIBERNATING):
+            return False
         if entry.intent.state is IntentState.HIBERNATING:
             try:
                 self._ports.runtime.snapshot_inspect(entry.spec.vm_name)
             except CommandError:
-                return
+                return False
         entry.hibernated = True
         entry.set_intent(IntentState.HIBERNATED)
         self._publication.publish(entry)
+        return True
 
     def _orphan(self, record: VM) -> None:
         """A VM that no pod asks for: somebody's work, so only the policy that says so removes it (D1)."""

@@ -21,15 +21,15 @@ import gevent
 import structlog
 from gevent.event import Event
 from gevent.pool import Group
+from vkcocoon_node import NodeController, node_address
 
 from vkcocoon import Ports, Provider, __version__
+from vkcocoon_events import EventRecorder
 from vkcocoon_http import Check, HubMonitor, Metrics, MetricsServer
 from vkcocoon_kube import ApiError, Backoff, HttpKubeApi, KubeApi
 from vkcocoon_net import open_pinger
-from vkcocoon_node import NodeController, node_address
-from vkcocoon_podcontrol import PodController
+from vkcocoon_pods import PodController
 from vkcocoon_probes import SystemClock, spawn
-from vkcocoon_publish import EventRecorder
 from vkcocoon_settings import Settings
 from vkcocoon_vms import CocoonCLI, CocoonMacosCLI, CommandError
 
