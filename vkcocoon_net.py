@@ -25,7 +25,7 @@ import socket as socket_names
 import stat
 import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -339,6 +339,7 @@ _BUFFER_BYTES = 4 << 20
 # One drain ends after so many packets, so that a flood of foreign errors cannot hold the hub.
 _DRAIN_PACKETS = 512
 _PACKET_BYTES = 2048
+_CLOSED = "the pinger was closed"
 _MARK = b"vk-cocoon "  # for those who read a packet trace
 
 
@@ -409,13 +410,18 @@ class IcmpPinger:
 
     degraded = False
 
-    def __init__(self, *, identifier: int | None = None) -> None:
-        """`identifier` (0-65535) is random unless given: two daemons on one host must not share one."""
+    def __init__(
+        self, *, identifier: int | None = None, open_socket: Callable[[int], socket_names.socket] | None = None
+    ) -> None:
+        """`identifier` (0-65535) is random unless given: two daemons on one host must not share one.
+
+        `open_socket(identifier)` gives a non-blocking socket that delivers whole IP packets; a raw one unless given.
+        """
         self._identifier = secrets.randbelow(0x10000) if identifier is None else identifier
         self._sequence = secrets.randbelow(0x10000)
         self._pending: dict[int, _Echo] = {}
         self._closed = False
-        self._socket = _open_raw_socket(self._identifier)
+        self._socket = (open_socket or _open_raw_socket)(self._identifier)
         # No reference: an idle pinger does not keep the event loop alive.
         self._watcher = gevent.get_hub().loop.io(self._socket.fileno(), 1, ref=False)
         self._watcher.start(self._drain)
@@ -427,6 +433,8 @@ class IcmpPinger:
         about our echo, no IPv4 unicast address, a closed pinger.
         """
         _check_address(ip)
+        if self._closed:
+            raise PingError(_CLOSED)
         if deadline.remaining() <= 0:
             raise PingTimeout(f"no time left to ping {ip}")
         echo = self._register(ip)
@@ -452,7 +460,7 @@ class IcmpPinger:
         self._watcher.close()
         self._socket.close()
         for echo in self._pending.values():
-            echo.finish("the pinger was closed")
+            echo.finish(_CLOSED)
 
     def _register(self, ip: str) -> _Echo:
         if len(self._pending) > 0xFFFF:
