@@ -1,401 +1,318 @@
-"""The pods of this node: what the API wants, what the provider has, and one actor per pod UID that makes them agree.
+"""The pods this host holds, and how what is known of them becomes public.
 
-    Reflector                 tells what the API holds; never waits for anybody
-    PodController             keeps one record per UID, starts its actor when there may be something to do
-    actor greenlet of a UID   create_pod, update_pod or delete_pod of the provider, one at a time; ends when idle
-    Publishers                write what the provider notifies (`vkcocoon_publish`)
+`TrackedPod` is one incarnation of a pod, keyed by UID: its VM, its addresses, its lifecycle intent, what was handed
+over last. The object itself is the token of ownership: after every call that may switch greenlets its user asks
+`PodTable.holds` again. Its fields change only between switches.
 
-Level, not edge: an actor looks at the newest object and at what the provider knows, decides, acts, and looks again.
-A change that comes while it acts is not lost and not queued; it is simply what the actor sees next. Every
-`RECHECK_S` all pods are looked at again, so that whatever was missed heals by itself. Retries never end; they back off
-to five minutes and start over when the pod changes (K8).
-
-Identity is the UID (K1). Two pods of one name are two records in a line: the later one is not created before the
-teardown of the earlier one has ended. A pod that vanished from the API is torn down only after a fresh read has
-confirmed it, and a pod object is removed from the API only after `delete_pod` has returned (K7).
-
-Lifetimes: a record lives while the API or the provider has the pod; an actor's greenlet is never joined or killed
-but at `close`. Everything the reflector calls here changes memory only.
+`Publication` is the one place where a status is built. It only changes memory and hands over: building, comparing,
+reporting and notifying happen without a switch of greenlets, so a reader never sees half of a change (P4).
 """
 
 from __future__ import annotations
 
-import copy
-import random
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import structlog
 from gevent.event import Event
-from gevent.pool import Group
 
-from vkcocoon_events import EventRecorder
-from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, Reflector, uid_of
-from vkcocoon_probes import Clock, spawn
-from vkcocoon_publish import TERMINAL, Publishers, pod_path
-from vkcocoon_status import NotOurs, pod_key
+from vkcocoon_guests import ReadyAddresses
+from vkcocoon_http import Metrics
+from vkcocoon_macos import VNC_BASE
+from vkcocoon_probes import Clock, ProbeAgent, ProbeResult
+from vkcocoon_spec import PodSpec
+from vkcocoon_status import (
+    ANNOTATION_ID,
+    ANNOTATION_IP,
+    ANNOTATION_LIFECYCLE_GENERATION,
+    ANNOTATION_LIFECYCLE_MESSAGE,
+    ANNOTATION_LIFECYCLE_STATE,
+    ANNOTATION_VNC_PORT,
+    PROBE_READY,
+    Intent,
+    IntentState,
+    Reason,
+    build_pod_status,
+    build_terminal_status,
+    condition_of,
+    lifecycle_annotations,
+    pod_key,
+)
+from vkcocoon_vms import VM
 
-__all__ = ["PodController", "PodProvider", "PodSettings"]
+__all__ = ["Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod"]
+
+Pod = dict[str, Any]
+Notify = Callable[[Pod], None]
+Report = Callable[[Pod, str, str, str], None]  # pod, Normal or Warning, reason, message: an Event for people
 
 log = structlog.get_logger()
 
-FIRST_RETRY_S, LAST_RETRY_S = 1.0, 300.0  # K8
-RECHECK_S = (24.0, 36.0)  # a random time within: nodes must not ask in step
-LAST_WORDS_S = 10.0  # how long the removal of a pod waits for the attempt to write its terminal status
-# What makes a pod another task for the provider; its status, and the rest of its metadata, do not.
-SPEC_FIELDS = (
-    "containers",
-    "initContainers",
-    "ephemeralContainers",
-    "activeDeadlineSeconds",
-    "tolerations",
-    "nodeSelector",
-)
 
+@dataclass(eq=False, slots=True)
+class TrackedPod:
+    """One incarnation of a pod and what we know of its VM."""
 
-class PodProvider(Protocol):
-    """What the controller needs of the provider. Every pod handed in is the provider's own copy."""
+    pod: Pod
+    spec: PodSpec
+    intent: Intent = field(default_factory=Intent)
+    vm: VM | None = None
+    gone: bool = False  # the VM was confirmed missing behind our back
+    ip: str = ""  # tracked address: a cache of the lease, or the static one
+    published_ip: str = ""
+    agent: ProbeAgent | None = None
+    status: Mapping[str, Any] | None = None  # as handed over last
+    annotations: Mapping[str, str | None] | None = None
+    conflicted: bool = False  # withheld from Ready because another pod is published Ready on its address
+    hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
+    deleting: bool = False
+    restarts: int = 0
+    stop: Event = field(default_factory=Event)  # set when it is forgotten; its background greenlets wait on it
 
-    def create_pod(self, pod: Object) -> None:
-        """Bring the pod up; raises NotOurs for a pod that asks for no VM, anything else to be tried again."""
-        ...
-
-    def update_pod(self, pod: Object) -> None:
-        """The pod has changed; may be called for a pod that has not."""
-        ...
-
-    def delete_pod(self, pod: Object) -> None:
-        """Return when the VM is gone or was never ours; may be called again, and for unknown pods."""
-        ...
-
-    def get_pod(self, namespace: str, name: str) -> Object | None: ...
-
-    def get_pods(self) -> list[Object]: ...
-
-    def knows(self, uid: str) -> bool:
-        """Is there anything (a VM, a claim, work under way) for this UID?"""
-        ...
-
-
-class PodSettings(Protocol):
-    @property
-    def node_name(self) -> str: ...
-
-
-class _Pod:
-    """What the controller knows of one UID. `pod` None: the API no longer has it; `last` is how it was seen last."""
-
-    def __init__(self, pod: Object, *, present: bool) -> None:
-        self.uid = uid_of(pod)
-        self.key = pod_key(pod)
-        self.pod = pod if present else None
-        self.last = pod
-        self.handed: Object | None = None  # what the provider was given last, by create or update
-        self.not_ours: Object | None = None  # the pod that create_pod refused for good (K9)
-        self.create_failed = False
-        self.torn_down = False  # delete_pod has returned
-        self.removed = False  # our DELETE was accepted
-        self.finished = False  # no longer in the controller's tables
-        self.running = False
-        self.wake = Event()
-        self.backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S)
+    @classmethod
+    def of(cls, pod: Pod) -> TrackedPod:
+        """As an earlier run of ours left it in the annotations; a fresh pod begins as creating."""
+        return cls(pod, PodSpec.of(pod), _seeded_intent(pod["metadata"].get("annotations") or {}))
 
     @property
-    def deleting(self) -> bool:
-        return bool(self.last["metadata"].get("deletionTimestamp"))
+    def key(self) -> str:
+        return pod_key(self.pod)
 
     @property
-    def terminal(self) -> bool:
-        return (self.last.get("status") or {}).get("phase") in TERMINAL
+    def uid(self) -> str:
+        return str(self.pod["metadata"]["uid"])
+
+    @property
+    def terminating(self) -> bool:
+        return self.deleting or bool(self.pod["metadata"].get("deletionTimestamp"))
+
+    @property
+    def ready(self) -> bool:
+        """Handed over as Ready."""
+        return self.status is not None and condition_of(self.status, "Ready").get("status") == "True"
+
+    @property
+    def os(self) -> str:
+        return self.spec.os
+
+    @property
+    def reason(self) -> str:
+        """Why it is not ready, in one word."""
+        return _explanation(self.status or {})[1]
+
+    def update(self, pod: Pod) -> None:
+        """The newest pod of this incarnation; a newer generation is observed by whatever intent there is."""
+        self.pod, self.spec = pod, PodSpec.of(pod)
+        if self.spec.generation > self.intent.generation:
+            self.intent = replace(self.intent, generation=self.spec.generation)
+
+    def set_intent(self, state: IntentState, message: str = "") -> bool:
+        """The only writer of the intent's state. False when the present one does not allow it (Intent.allows)."""
+        generation = max(self.spec.generation, self.intent.generation)
+        if not self.intent.allows(state, generation):
+            return False
+        if self.intent.state is not state:
+            log.info("lifecycle", pod=self.key, old=str(self.intent.state), new=str(state), message=message)
+        self.intent = Intent(state, generation, message[:4096])
+        return True
+
+    def lift_failure(self) -> None:
+        """Ready after a failure that has gone by itself; whoever calls has made sure that it is this very failure."""
+        log.info("lifecycle failure lifted", pod=self.key, failure=self.intent.message)
+        self.intent = Intent(IntentState.READY, max(self.spec.generation, self.intent.generation))
 
 
-class PodController:
-    """Runs the pods that are bound to this node. `notify` is what the provider's notify_pods is given.
+class PodTable:
+    """Incarnations by UID, and which of them a name stands for now."""
 
-    While `gate` is not set neither the provider nor the API is asked to do anything (K11).
-    """
+    def __init__(self) -> None:
+        self._pods: dict[str, TrackedPod] = {}
+        self._uid_of: dict[str, str] = {}  # namespace/name -> UID
+        self._closed = False
+
+    def __iter__(self) -> Iterator[TrackedPod]:
+        """A copy: whoever walks the table may switch greenlets or change it."""
+        return iter(list(self._pods.values()))
+
+    def __len__(self) -> int:
+        return len(self._pods)
+
+    def __contains__(self, uid: str) -> bool:
+        return uid in self._pods
+
+    def get(self, uid: str) -> TrackedPod | None:
+        return self._pods.get(uid)
+
+    def find(self, key: str) -> TrackedPod | None:
+        """The current incarnation of ``namespace/name``."""
+        return self._pods.get(self._uid_of.get(key, ""))
+
+    def add(self, entry: TrackedPod) -> None:
+        self._pods[entry.uid] = entry
+        self._uid_of[entry.key] = entry.uid
+
+    def drop(self, entry: TrackedPod) -> None:
+        """Forget this incarnation, and only this one (P3)."""
+        entry.stop.set()
+        if self._pods.get(entry.uid) is entry:
+            del self._pods[entry.uid]
+        if self._uid_of.get(entry.key) == entry.uid:
+            del self._uid_of[entry.key]
+
+    def current(self, entry: TrackedPod) -> bool:
+        """Is this incarnation the one its name stands for?"""
+        return self._uid_of.get(entry.key) == entry.uid
+
+    def holds(self, entry: TrackedPod, vm_id: str | None = None) -> bool:
+        """Asked after every switch: still tracked, and (when given) still with that VM? Nothing is once closed."""
+        if self._closed or self._pods.get(entry.uid) is not entry:
+            return False
+        return vm_id is None or (entry.vm is not None and entry.vm.id == vm_id)
+
+    def holder_of(self, vm_id: str) -> TrackedPod | None:
+        """The pod that is bound to this VM."""
+        return next((entry for entry in self._pods.values() if entry.vm is not None and entry.vm.id == vm_id), None)
+
+    def close(self) -> None:
+        """From now on nothing is held: what is in flight ends without a trace."""
+        self._closed = True
+        for entry in self:
+            entry.stop.set()
+
+
+class Publication:
+    """Builds statuses and hands them over; keeps two managed pods from being Ready on one address (L10)."""
 
     def __init__(
         self,
-        api: KubeApi,
+        pods: PodTable,
         clock: Clock,
-        provider: PodProvider,
-        settings: PodSettings,
         *,
-        recorder: EventRecorder,
-        gate: Event | None = None,
-        rng: random.Random | None = None,
+        probe_of: Callable[[TrackedPod], ProbeResult],
+        host_ip: str,
+        report: Report,
+        metrics: Metrics,
     ) -> None:
-        self._api = api
+        self._pods = pods
         self._clock = clock
-        self._provider = provider
-        self._recorder = recorder
-        self._gate = gate if gate is not None else _open_gate()
-        # Nodes differ in their names, and must not act in step; one node's run can be repeated.
-        self._rng = rng or random.Random(settings.node_name)
-        selector = f"spec.nodeName={settings.node_name}"
-        self._reflector = Reflector(api, clock, "/api/v1/pods", self, field_selector=selector, rng=self._rng)
-        self._publishers = Publishers(api, clock, cached=self._reflector.objects.get, gate=self._gate, rng=self._rng)
-        self._pods: dict[str, _Pod] = {}
-        self._lines: dict[str, list[str]] = {}  # namespace/name -> UIDs in order of arrival
-        self._group = Group()
-        self._look = Event()  # look after all pods now
-        self._closed = False
+        self._probe_of = probe_of
+        self._host_ip = host_ip
+        self._report_event = report
+        self._metrics = metrics
+        self._addresses: ReadyAddresses[TrackedPod] = ReadyAddresses()
+        self.notify: Notify = lambda pod: None
 
-    # --- for the daemon -------------------------------------------------------------------------------------------
-
-    @property
-    def synced(self) -> Event:
-        """Set once the API's pods have been listed completely."""
-        return self._reflector.synced
-
-    def notify(self, pod: Object) -> None:
-        """The provider's news of a pod, to be published; memory only, never switches (P4)."""
-        self._publishers.notify(pod)
-
-    def start(self) -> None:
-        self._reflector.start()
-        spawn(self._group, "pod recheck", self._recheck_for_ever)
-
-    def close(self) -> None:
-        """Stop acting. VMs stay as they are; what is not published yet is worked out again at the next start."""
-        self._closed = True
-        self._reflector.close()
-        self._publishers.close()
-        self._group.kill(block=False)
-
-    def pods(self) -> list[Object]:
-        """The node's pods as the API holds them (not to be changed)."""
-        return list(self._reflector.objects.values())
-
-    def unpublished(self) -> list[str]:
-        """Keys of the pods whose newest state the API does not hold yet."""
-        return self._publishers.owing()
-
-    # --- the reflector's handler ----------------------------------------------------------------------------------
-
-    def changed(self, obj: Object) -> None:
-        record = self._pods.get(uid_of(obj))
-        # Our own status and annotations come back as changes, too: they must not end the pause after a failure.
-        news = record is None or record.pod is None or self._differs(record.pod, obj)
-        if record is None:
-            record = self._enlist(_Pod(obj, present=True))
-        record.pod = record.last = obj
-        self._publishers.observe(obj)
-        if news:
-            self._poke(record)
-
-    def gone(self, obj: Object) -> None:
-        uid = uid_of(obj)
-        self._publishers.gone(uid)
-        if record := self._pods.get(uid):
-            record.pod, record.last = None, obj
-            self._poke(record)
-
-    def listed(self) -> None:
-        self._publishers.recheck(self._reflector.objects)
-        self._look.set()
-
-    # --- who acts when --------------------------------------------------------------------------------------------
-
-    def _recheck_for_ever(self) -> None:
-        while True:
-            self._clock.wait(self._look, self._rng.uniform(*RECHECK_S))
-            self._look.clear()
-            try:
-                self._recheck()
-            except Exception:  # one look that failed must not end the looking
-                log.exception("looking after all pods failed")
-
-    def _recheck(self) -> None:
-        if not self.synced.is_set():
+    def publish(self, entry: TrackedPod) -> None:
+        """The pod as it is known now. Equal states are handed over once; a pod that is going says nothing more."""
+        if entry.terminating or not self._pods.holds(entry):
             return
-        for pod in self._provider.get_pods():
-            # Somebody deleted it while nobody watched.
-            if uid_of(pod) not in self._pods:
-                self._start(self._enlist(_Pod(pod, present=False)))
-        for record in list(self._pods.values()):
-            if record.uid not in self._reflector.objects:
-                record.pod = None
-            self._start(record)
-        self._publishers.recheck()
+        probe = self._probe_of(entry)
+        entry.published_ip = self._address_to_publish(entry, probe)
+        holder = self.holder(entry, entry.published_ip)
+        entry.conflicted = holder is not None and probe.ready
+        if holder is not None and probe.ready:
+            probe = self.conflict(entry.published_ip, holder)
+        self._hand_over(entry, self._status(entry, probe), self._annotations(entry))
+        self._claim(entry, entry.published_ip if entry.ready else "")
 
-    def _enlist(self, record: _Pod) -> _Pod:
-        self._pods[record.uid] = record
-        self._lines.setdefault(record.key, []).append(record.uid)
-        return record
+    def terminating(self, entry: TrackedPod) -> None:
+        """Not Ready from the moment the deletion begins, once (K7)."""
+        probe = ProbeResult(False, Reason.TERMINATING)
+        self._hand_over(entry, self._status(entry, probe, terminating=True), {})
 
-    def _finish(self, record: _Pod) -> None:
-        """Forget a pod that neither the API nor the provider has any more, and let its namesake begin."""
-        record.finished = True
-        del self._pods[record.uid]
-        self._publishers.forget(record.uid)
-        line = self._lines[record.key]
-        line.remove(record.uid)
-        if line:
-            self._start(self._pods[line[0]])
-        else:
-            del self._lines[record.key]
+    def terminal(self, entry: TrackedPod) -> None:
+        """The last word: the VM is gone."""
+        self._hand_over(entry, build_terminal_status(entry.pod, self._clock.now(), previous=entry.status), {})
 
-    def _poke(self, record: _Pod) -> None:
-        record.backoff.reset()
-        record.wake.set()
-        self._start(record)
+    def withdraw(self, entry: TrackedPod) -> None:
+        """The pod is forgotten; its address is free for another to be Ready on."""
+        self._claim(entry, "")
 
-    def _start(self, record: _Pod) -> None:
-        if not record.running and not self._closed:
-            record.running = True
-            spawn(self._group, f"pod {record.key}", self._act, record)
+    def holder(self, entry: TrackedPod, ip: str) -> TrackedPod | None:
+        """The other managed pod that is published Ready on this address, if any (L10)."""
+        return self._addresses.other(entry, ip) if ip and entry.spec.managed else None
 
-    def _act(self, record: _Pod) -> None:
-        """The actor: sync until there is nothing to do, pausing after a failure."""
-        try:
-            while not record.finished:
-                self._clock.wait(self._gate, None)
-                record.wake.clear()
-                if not self._tried(record):
-                    self._clock.wait(record.wake, record.backoff.next())
-                elif not record.wake.is_set():
-                    break
-        finally:
-            # No switch lies between the last look at `wake` and this line: who comes later starts a new actor.
-            record.running = False
+    def conflict(self, ip: str, holder: TrackedPod) -> ProbeResult:
+        return ProbeResult(False, Reason.ADDRESS_CONFLICT, f"{ip} is the address of {holder.key}, which is Ready there")
 
-    def _tried(self, record: _Pod) -> bool:
-        try:
-            self._sync(record)
-        except Exception as error:  # one pod's failure is tried again, and must not end its actor
-            expected = isinstance(error, (ApiError, _Failed))
-            log.warning(
-                "the pod needs another try", pod=record.key, uid=record.uid, error=str(error), exc_info=not expected
-            )
-            return False
-        record.backoff.reset()
-        return True
-
-    # --- one pod --------------------------------------------------------------------------------------------------
-
-    def _sync(self, record: _Pod) -> None:
-        if record.pod is None:
-            self._clear_away(record)
-        elif record.deleting:
-            self._delete(record)
-        elif record.terminal or self._publishers.is_terminal(record.uid):
-            log.debug("a terminal pod is left alone", pod=record.key)  # K6
-        elif self._lines[record.key][0] == record.uid:
-            self._bring_up(record, record.pod)
-
-    def _bring_up(self, record: _Pod, pod: Object) -> None:
-        provider, metadata = self._provider, pod["metadata"]
-        if record.create_failed or not provider.knows(record.uid):
-            other = provider.get_pod(metadata["namespace"], metadata["name"])
-            if other is not None and uid_of(other) not in (record.uid, *self._pods):
-                self._put_first(_Pod(other, present=False))
-            elif record.not_ours is None or self._differs(record.not_ours, pod):
-                self._create(record, pod)
+    def _claim(self, entry: TrackedPod, ip: str) -> None:
+        """Ready there now and nowhere else; whoever was withheld because of us is published."""
+        if not entry.spec.managed:
             return
-        before = record.handed or provider.get_pod(metadata["namespace"], metadata["name"])
-        if before is None or self._differs(before, pod):
-            self._ask(record, "Update", provider.update_pod, pod)
-        record.handed = pod
+        self._addresses.claim(entry, ip)
+        for other in self._pods:
+            if other.conflicted and self.holder(other, other.ip) is None:
+                self.publish(other)
 
-    def _put_first(self, record: _Pod) -> None:
-        """The provider still has a namesake nobody told us about: its teardown comes before the new one."""
-        self._enlist(record)
-        line = self._lines[record.key]
-        line.insert(0, line.pop())
-        self._start(record)
+    def _status(self, entry: TrackedPod, probe: ProbeResult, *, terminating: bool = False) -> dict[str, Any]:
+        return build_pod_status(
+            entry.pod,
+            entry.vm,
+            probe,
+            entry.intent,
+            self._clock.now(),
+            ip=entry.published_ip,
+            host_ip=self._host_ip,
+            restarts=entry.restarts,
+            terminating=terminating,
+            previous=entry.status,
+        )
 
-    def _create(self, record: _Pod, pod: Object) -> None:
-        record.create_failed = True  # until the contrary is known: a failed create may leave something behind
-        try:
-            self._ask(record, "Create", self._provider.create_pod, pod)
-        except NotOurs as reason:
-            record.create_failed = False
-            record.not_ours = pod
-            log.info("the pod is not ours", pod=record.key, why=str(reason))
-            self._recorder.event(pod, "Warning", "NotOurs", str(reason))
+    def _address_to_publish(self, entry: TrackedPod, probe: ProbeResult) -> str:
+        """The tracked address; while the debounced state is still ready, a lost or contested one stays as it was."""
+        if entry.vm is None:
+            return ""
+        contested = not entry.ip or self.holder(entry, entry.ip) is not None
+        return entry.published_ip if contested and probe.ready and entry.ready else entry.ip
+
+    def _annotations(self, entry: TrackedPod) -> dict[str, str | None]:
+        annotations = lifecycle_annotations(entry.intent)
+        if entry.spec.managed:  # on an unmanaged pod id, ip and vnc-port are the operator's
+            annotations[ANNOTATION_ID] = entry.vm.id if entry.vm is not None else None
+            annotations[ANNOTATION_IP] = entry.published_ip or None
+        if entry.spec.macos:
+            display = entry.vm.vnc if entry.vm is not None else -1
+            annotations[ANNOTATION_VNC_PORT] = str(VNC_BASE + display) if display >= 0 else None
+        return annotations
+
+    def _hand_over(self, entry: TrackedPod, status: dict[str, Any], annotations: dict[str, str | None]) -> None:
+        if entry.status == status and entry.annotations == annotations:
             return
-        record.create_failed = False
-        record.handed = pod
-        self._recorder.event(pod, "Normal", "ProviderCreateSuccess", "the pod was brought up")
+        before, entry.status, entry.annotations = entry.status, status, annotations
+        self._report(entry, before or entry.pod.get("status") or {}, status)
+        metadata = entry.pod["metadata"]
+        identity = {name: metadata[name] for name in ("namespace", "name", "uid") if name in metadata}
+        self.notify({"metadata": {**identity, "annotations": dict(annotations)}, "status": deepcopy(status)})
 
-    def _delete(self, record: _Pod) -> None:
-        """VM first, then the last status, then the object: K7."""
-        if not record.torn_down:
-            self._ask(record, "Delete", self._provider.delete_pod, record.last)
-            record.torn_down = True
-            self._recorder.event(record.last, "Normal", "ProviderDeleteSuccess", "the pod was torn down")
-        if not record.removed or not record.last["metadata"].get("finalizers"):
-            self._remove(record)
-
-    def _remove(self, record: _Pod) -> None:
-        # One attempt each time: a status the API rejects, or cannot take now, does not hold up the removal for ever.
-        self._publishers.flush(record.uid, LAST_WORDS_S)
-        if record.pod is None:
-            return
-        try:
-            self._api.delete(pod_path(record.last), uid=record.uid, grace_seconds=0)
-        except ApiError as error:
-            if error.status not in (404, 409):  # gone, or the name is another pod's by now
-                raise
-        record.removed = True
-
-    def _clear_away(self, record: _Pod) -> None:
-        """The API no longer has the pod: tear down what the provider has of it, once that is certain."""
-        touched = record.create_failed or record.handed is not None
-        if not record.torn_down and (touched or self._provider.knows(record.uid)):
-            if found := self._still_there(record):
-                self.changed(found)
-                return
-            self._ask(record, "Delete", self._provider.delete_pod, record.last)
-        if record.pod is None:
-            self._finish(record)
-
-    def _still_there(self, record: _Pod) -> Object | None:
-        """The pod by a fresh read: a cache may be wrong, and what is destroyed does not come back."""
-        try:
-            found = self._api.get(pod_path(record.last))
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
-        return found if uid_of(found) == record.uid else None
-
-    def _ask(self, record: _Pod, verb: str, operation: Callable[[Object], None], pod: Object) -> None:
-        try:
-            operation(copy.deepcopy(pod))
-        except NotOurs:
-            raise
-        except Exception as error:  # the provider's failure of one pod: reported here, tried again by the actor
-            log.exception("the provider failed", pod=record.key, uid=record.uid, operation=verb.lower())
-            self._recorder.event(pod, "Warning", f"Provider{verb}Failed", str(error) or type(error).__name__)
-            raise _Failed(f"{verb.lower()}: {error}") from error
-
-    # --- what counts as a change ----------------------------------------------------------------------------------
-
-    def _differs(self, old: Object, new: Object) -> bool:
-        ours = self._publishers.owned_annotations(uid_of(new))
-        return _task(old, ours) != _task(new, ours)
+    def _report(self, entry: TrackedPod, before: Mapping[str, Any], status: Mapping[str, Any]) -> None:
+        """Events for people: describe prints no reasons of conditions, so each change of what a pod waits for is one
+        (K5). A lifecycle that is still creating is explained by what its probe waits for."""
+        old, new = _explanation(before), _explanation(status)
+        ready, reason, message = new
+        if old != new and reason != Reason.TERMINATING:
+            log.info("ready" if ready else "not ready", pod=entry.key, reason=reason, message=message)
+            type_, event = ("Normal", "Healthy") if ready else ("Warning", "Unhealthy")
+            self._report_event(entry.pod, type_, event, f"{reason}: {message}")
+        if old[0] != ready:
+            self._metrics.flip(ready)
+        old_ip, new_ip = before.get("podIP"), status.get("podIP")
+        if old_ip and new_ip and old_ip != new_ip:
+            self._report_event(entry.pod, "Normal", "AddressChanged", f"address changed from {old_ip} to {new_ip}")
 
 
-class _Failed(Exception):
-    """The provider could not do what the pod needs; already logged."""
+def _seeded_intent(annotations: Mapping[str, str]) -> Intent:
+    state = annotations.get(ANNOTATION_LIFECYCLE_STATE, "")
+    generation = annotations.get(ANNOTATION_LIFECYCLE_GENERATION, "")
+    if state not in set(IntentState):
+        return Intent()
+    number = int(generation) if generation.isascii() and generation.isdigit() else 0
+    return Intent(IntentState(state), number, annotations.get(ANNOTATION_LIFECYCLE_MESSAGE, ""))
 
 
-def _open_gate() -> Event:
-    gate = Event()
-    gate.set()
-    return gate
-
-
-def _task(pod: Object, ours: frozenset[str]) -> Object:
-    """The part of a pod that the provider acts on; the echo of our own annotations is none of it."""
-    metadata, spec = pod["metadata"], pod.get("spec") or {}
-    return {
-        **{name: spec.get(name) for name in SPEC_FIELDS},
-        "labels": metadata.get("labels") or {},
-        "annotations": {k: v for k, v in (metadata.get("annotations") or {}).items() if k not in ours},
-        "deletion": (metadata.get("deletionTimestamp"), metadata.get("deletionGracePeriodSeconds")),
-        "finalizers": metadata.get("finalizers") or [],
-    }
+def _explanation(status: Mapping[str, Any]) -> tuple[bool, str, str]:
+    """Ready or not, and the reason and message that tell a person most."""
+    ready, probe = condition_of(status, "Ready"), condition_of(status, PROBE_READY)
+    says = probe if ready.get("reason") == Reason.LIFECYCLE_CREATING and probe.get("reason") else ready
+    return ready.get("status") == "True", says.get("reason", ""), says.get("message", "")
