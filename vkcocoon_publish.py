@@ -179,6 +179,7 @@ class _Publisher:
         self.running = False
         self.ended = False  # the API said that the UID is no longer there: nothing is written ever again
         self.absent = False  # the reflector does not see it: nothing is written until it does again
+        self.owned_annotations: frozenset[str] = frozenset()  # those we have ever written
         self.uid = uid_of(pod)
         self.key = pod_key(pod)
         self._path = pod_path(pod)
@@ -202,10 +203,6 @@ class _Publisher:
     def terminal(self) -> bool:
         return self._wanted is not None and self._wanted.phase in TERMINAL
 
-    @property
-    def owned_annotations(self) -> frozenset[str]:
-        return frozenset(self._wanted.annotations) if self._wanted is not None else frozenset()
-
     def want(self, wanted: _Wanted) -> None:
         before = self._wanted
         if before == wanted:
@@ -214,6 +211,7 @@ class _Publisher:
             log.warning("a terminal pod is not revived", pod=self.key, phase=before.phase, refused=wanted.phase)
             return
         self._wanted = wanted
+        self.owned_annotations |= wanted.annotations.keys()
         if before is None or before.status != wanted.status:
             self._had_status = False
         if before is None or before.annotations != wanted.annotations:

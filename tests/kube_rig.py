@@ -1,4 +1,4 @@
-"""What the tests of the kubelet half share: a fake API in virtual time, pods to put into it, and what was asked of it."""
+"""What the tests of the kubelet half share: a fake API in virtual time, pods to put into it, what was asked of it."""
 
 import random
 from typing import Any

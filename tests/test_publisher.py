@@ -4,6 +4,8 @@ Annotations follow their status; the newest state wins; nothing is written when 
 to another UID. All instants are exact, in virtual time against the fake API.
 """
 
+import itertools
+
 import gevent
 import pytest
 from kube_rig import T0, Desk, Lowest, asked, condition, news, path_of, pod, status
@@ -149,7 +151,7 @@ def test_an_outage_is_sat_out_with_growing_pauses_and_the_newest_state_delivered
     clock.run(600)
     tries = [at for at, _ in asked(desk.kube, "PATCH")]
     assert tries[:8] == [0.0, 0.5, 1.5, 3.5, 7.5, 15.5, 31.5, 61.5]
-    assert all(later - earlier == 30.0 for earlier, later in zip(tries[7:], tries[8:], strict=False))
+    assert all(later - earlier == 30.0 for earlier, later in itertools.pairwise(tries[7:]))
     desk.publishers.notify(news(made, status(phase="Succeeded", ready=False)))
     desk.kube.down = False
     clock.run(1)
