@@ -270,8 +270,13 @@ def test_a_banner_that_comes_just_within_the_bound_counts(serve):
 # What is left behind --------------------------------------------------------------------------------------------------
 
 
-def descriptors():
-    gc.collect()  # what earlier tests left to the collector
+def open_descriptors(*servers):
+    """Once the servers have seen that we hung up, and earlier tests' leftovers are collected."""
+    for _ in range(5):
+        gevent.idle()
+    while any(server.open for server in servers):
+        gevent.idle()
+    gc.collect()
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -287,16 +292,14 @@ def test_many_dials_of_every_kind_leave_no_descriptor_open(serve):
         lambda: banner_of(mute, Left(20, 0)),
     ]
     with holder:
-        before = descriptors()
+        before = open_descriptors()
         for _ in range(50):
             for dial in dials:
                 try:
                     dial()
                 except OSError as error:
                     assert error.errno not in (errno.EMFILE, errno.EADDRINUSE)
-        while any(server.open for server in (speaking, mute, rude)):
-            gevent.idle()
-        assert descriptors() == before
+        assert open_descriptors(speaking, mute, rude) == before
 
 
 def test_a_dial_that_is_killed_closes_its_connection(serve):
