@@ -1,13 +1,14 @@
 """The commands: what a person or a unit file types.
 
 Each command says what it needs and imports it when it is called, so that help, version and completion answer at once
-and never load gevent, kubernetes, paramiko or rich. `run` and `simulate` import vkcocoon before anything
-else, because that import makes the process cooperative and must not come too late (D6).
+and never load gevent, kubernetes, paramiko or rich. `run` and `simulate` import vkcocoon before anything else, because
+that import makes the process cooperative and must not come too late (D6).
 
 Data goes to stdout, talk to stderr. Exit codes (D5): 0 ok, 1 failed, 2 wrong usage, 70 internal error, 78 a setting
 that cannot be right. They are decided in one place, `_Commands.invoke`.
 """
 
+import difflib
 import json
 import logging
 import os
@@ -114,7 +115,7 @@ def cli(ctx: click.Context, version: bool) -> None:
     \b
     Examples:
       vk-cocoon run --check-config
-      vk-cocoon simulate cold-boot.yaml --seed 7
+      vk-cocoon simulate three-guests --seed 7
       vk-cocoon playground --for 30s
     """
     if version:
@@ -205,19 +206,35 @@ def _shown(row: Setting, value: object) -> str:
 def simulate(scenario: str, **options: Any) -> None:
     """Run a scenario on simulated VMs in virtual time.
 
-    Exits with 1 when one of the scenario's expectations or an invariant is broken.
+    SCENARIO is a YAML file, or the name of one that is shipped. Exits with 1 when one of its expectations or an
+    invariant is broken.
 
     \b
     Examples:
-      vk-cocoon simulate cold-boot.yaml
-      vk-cocoon simulate cold-boot.yaml --seed 7 --events - | jq .
+      vk-cocoon simulate three-guests
+      vk-cocoon simulate my-race.yaml --seed 7 --check
+      vk-cocoon simulate three-guests --events - | jq .
     """
+    path = _scenario_file(scenario)
     import vkcocoon  # noqa: F401  first, see above
     import vkcocoon_logs
     from simulator import scenario as simulation
 
     vkcocoon_logs.configure("warning", "text")
-    sys.exit(simulation.main(scenario, **options))
+    sys.exit(simulation.main(path, **options))
+
+
+def _scenario_file(text: str) -> str:
+    if os.path.exists(text):
+        return text
+    spec = util.find_spec("simulator")
+    folder = os.path.join(os.path.dirname(spec.origin), "scenarios") if spec and spec.origin else ""
+    shipped = sorted(name.removesuffix(".yaml") for name in os.listdir(folder) if name.endswith(".yaml"))
+    if text in shipped:
+        return os.path.join(folder, f"{text}.yaml")
+    near = difflib.get_close_matches(text, shipped, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
+    raise click.BadParameter(f"there is no file {text!r}; {hint}", param_hint="SCENARIO")
 
 
 @cli.command()

@@ -91,6 +91,8 @@ class TestUsage:
             (["run", "--node-nmae", "x"], "--node-name"),
             (["run", "extra"], "unexpected extra argument"),
             (["simulate"], "Missing argument 'SCENARIO'"),
+            (["simulate", "oracel"], "there is no file 'oracel'; did you mean oracle?"),
+            (["simulate", "no/such.yaml"], "shipped are "),
             (["simulate", "x.yaml", "--seed", "seven"], "'seven' is not a valid integer"),
             (["simulate", "x.yaml", "--seed", "-1"], "-1"),
             (["simulate", "x.yaml", "--until", "soon"], "'soon' is not a duration such as 30s"),
@@ -162,6 +164,16 @@ class TestSettings:
         assert result.stderr == (
             "vk-cocoon: VK_NODE_NMAE is no setting of vk-cocoon and is ignored; did you mean VK_NODE_NAME?\n"
         )
+
+
+class TestScenarioFile:
+    def test_a_file_is_taken_as_it_is_also_when_it_is_named_like_a_shipped_one(self, tmp_path, monkeypatch):
+        (tmp_path / "oracle").write_text("")
+        monkeypatch.chdir(tmp_path)
+        assert vkcocoon_cli._scenario_file("oracle") == "oracle"
+
+    def test_the_name_of_a_shipped_scenario_is_enough(self):
+        assert Path(vkcocoon_cli._scenario_file("oracle")) == ROOT / "simulator" / "scenarios" / "oracle.yaml"
 
 
 class TestErrors:
@@ -268,19 +280,16 @@ finally:
         ]
 
     def test_a_closed_pipe_is_no_crash(self):
-        reader, writer = os.pipe()
-        os.close(reader)
-        with os.fdopen(writer, "w") as pipe:
-            ended = subprocess.run(
-                [sys.executable, "-m", "vkcocoon_cli", "run", "--check-config"],
-                stdout=pipe,
-                stderr=subprocess.PIPE,
-                text=True,
-                check=False,
-                cwd=ROOT,
-            )
-        assert ended.returncode == 1
-        assert ended.stderr == ""
+        code = """
+import os
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+import vkcocoon_cli
+vkcocoon_cli.main(["run", "--check-config"])
+"""
+        ended = process(code=code)
+        assert (ended.returncode, ended.stderr) == (1, "")
 
 
 # Log lines --------------------------------------------------------------------------------------------------------
