@@ -7,9 +7,9 @@ Who runs here: the actor of a pod (vkcocoon_kube) calls create, update and delet
 greenlet per pod (vkcocoon_probes) asks `_guest_probe` or `_macos_probe` on each tick. Background greenlets of a pod
 (the wait for an address, a QEMU restart) belong to its `TrackedPod` and end with it.
 
-Who owns what: `TrackedPod` (vkcocoon_tracking) is one incarnation of a pod, keyed by UID. After every call that may switch
-greenlets, `PodTable.holds` is asked again: still this incarnation, still this VM? What waits takes its time from the
-clock in `Ports`. Start reading at `Provider.create_pod`, then `_guest_probe`, then `Publication.publish`.
+Who owns what: `TrackedPod` (vkcocoon_tracking) is one incarnation of a pod, keyed by UID. After every call that may
+switch greenlets, `PodTable.holds` is asked again: still this incarnation, still this VM? What waits takes its time from
+the clock in `Ports`. Start reading at `Provider.create_pod`, then `_guest_probe`, then `Publication.publish`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ from vkcocoon_net import (
     ssh_banner,
     tcp_accepts,
 )
-from vkcocoon_tracking import Notify, Pod, PodTable, Publication, Report, TrackedPod
 from vkcocoon_probes import Clock, Deadline, Observer, ProbeAgent, ProbeManager, ProbeResult, spawn
 from vkcocoon_settings import Settings
 from vkcocoon_spec import PodSpec, SpecError
@@ -59,11 +58,13 @@ from vkcocoon_status import (
     ANNOTATION_IP,
     ANNOTATION_VM_NAME,
     ANNOTATION_VNC_PORT,
+    Intent,
     IntentState,
     NotOurs,
     Reason,
     pod_key,
 )
+from vkcocoon_tracking import Notify, Pod, PodTable, Publication, Report, TrackedPod
 from vkcocoon_vms import VM, CocoonCLI, CocoonMacosCLI, CommandError, SnapshotNotFound, VMNotFound
 
 __all__ = ["Ports", "Provider", "__version__", "main"]
@@ -71,6 +72,7 @@ __version__ = "0.1.0"
 
 ADDRESS_POLL = 0.2  # seconds between two looks for an address before the intent may be ready (T6)
 ADDRESS_BUDGET = 45.0  # after a clone or a wake the wait is reported as failed then, and goes on (T6)
+NO_ADDRESS = "dhcp lease not observed"
 HIBERNATE_UNSUPPORTED = "HibernateUnsupported: a macOS guest cannot be hibernated"
 
 log = structlog.get_logger()
@@ -138,7 +140,8 @@ class Provider:
         """
         entry = self._track(pod)
         if entry.vm is None and not entry.hibernated and not entry.terminating:
-            entry.set_intent(IntentState.CREATING)
+            if entry.intent.state is not IntentState.FAILED:  # a failed create stays visible until one succeeds
+                entry.set_intent(IntentState.CREATING)
             if not self._may_be_alive(entry):
                 self._publication.publish(entry)
             try:
@@ -283,7 +286,8 @@ class Provider:
         """The pod has its VM: first probe, address, publication, in this order (clause 2 of the contract)."""
         entry.vm, entry.gone, entry.hibernated = vm, False, False
         entry.ip = vm.static_ip or entry.ip
-        entry.set_intent(IntentState.CREATING)
+        if verb != "adopt" or not _failed_for_good(entry.intent):
+            entry.set_intent(IntentState.CREATING)
         self._start_probe(entry)
         if not self._pods.holds(entry, vm.id):
             return
@@ -371,7 +375,7 @@ class Provider:
                 return self._publication.publish(entry)
             if not failure and budget is not None and self._clock.monotonic() - began >= budget:
                 reason = "WakeIPWaitTimeout" if verb == "wake" else "PostCloneIPWaitTimeout"
-                failure = f"{verb} {entry.spec.vm_name}: dhcp lease not observed within {budget:.0f}s"
+                failure = f"{verb} {entry.spec.vm_name}: {NO_ADDRESS} within {budget:.0f}s"
                 self._fail(entry, reason, failure)
 
     def _address_resolves(self, entry: TrackedPod) -> bool:
@@ -456,7 +460,8 @@ class Provider:
             return self._remove_macos(entry)
         vm = entry.vm
         if vm is None:
-            with suppress(VMNotFound):
+            with suppress(VMNotFound, SpecError):
+                entry.spec.check_name()
                 vm = self._ports.runtime.inspect(entry.spec.vm_name)
         if vm is not None and self._pods.holder_of(vm.id) in (None, entry):
             self._destroy(vm.id)
@@ -579,7 +584,8 @@ class Provider:
         return ip
 
     def _owner(self, entry: TrackedPod, vm: VM) -> Owner:
-        return Owner(partial(self._restart_wanted, entry, vm.id), partial(self._refresh_macos, entry, vm.id), vm.vnc)
+        display = self._vnc.reserved(vm.name)
+        return Owner(partial(self._restart_wanted, entry, vm.id), partial(self._refresh_macos, entry, vm.id), display)
 
     def _restart_wanted(self, entry: TrackedPod, vm_id: str) -> bool:
         """M3: neither a pod that is going nor one whose lifecycle failed is restarted."""
@@ -708,6 +714,11 @@ def main(settings: Settings) -> int:
     from vkcocoon_daemon import serve
 
     return serve(settings)
+
+
+def _failed_for_good(intent: Intent) -> bool:
+    """A failure that adoption leaves alone: every one but a missing address, which may have come meanwhile."""
+    return intent.state is IntentState.FAILED and NO_ADDRESS not in intent.message
 
 
 def _record_of(entry: TrackedPod, records: list[VM]) -> VM | None:

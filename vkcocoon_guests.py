@@ -87,16 +87,20 @@ class ReadyAddresses(Generic[Holder]):
     """Address -> the one holder published Ready there. A claim stands until it is released by its holder."""
 
     def __init__(self) -> None:
-        self._holders: dict[str, Holder] = {}
+        self._holder_on: dict[str, Holder] = {}
+        self._address_of: dict[Holder, str] = {}
 
     def other(self, holder: Holder, ip: str) -> Holder | None:
         """Somebody else who is Ready on ``ip``, or None."""
-        found = self._holders.get(ip)
+        found = self._holder_on.get(ip)
         return None if found is holder else found
 
-    def claim(self, holder: Holder, ip: str) -> None:
-        """``holder`` is Ready on ``ip`` now ("" = nowhere), and on no other address."""
-        for address in [address for address, found in self._holders.items() if found is holder and address != ip]:
-            del self._holders[address]
+    def claim(self, holder: Holder, ip: str) -> str:
+        """``holder`` is Ready on ``ip`` now ("" = nowhere), and on no other address; returns the one it left."""
+        left = self._address_of.pop(holder, "")
+        if left:
+            del self._holder_on[left]
         if ip:
-            self._holders[ip] = holder
+            self._holder_on[ip] = holder
+            self._address_of[holder] = ip
+        return left if left != ip else ""

@@ -176,6 +176,10 @@ class VncPorts:
             self._display[vm_name] = display
         return self._display[vm_name]
 
+    def reserved(self, vm_name: str) -> int:
+        """The display that VM has, -1 for none."""
+        return self._display.get(vm_name, -1)
+
     def adopt(self, vm_name: str, display: int) -> None:
         """A live guest keeps the display it has; one without VNC frees its reservation."""
         if display < 0:

@@ -48,6 +48,11 @@ Pod = dict[str, Any]
 Notify = Callable[[Pod], None]
 Report = Callable[[Pod, str, str, str], None]  # pod, Normal or Warning, reason, message: an Event for people
 
+# States that have an event of their own, or of which the next one tells more.
+_TOLD_OTHERWISE = frozenset(
+    {Reason.TERMINATING, Reason.LIFECYCLE_CREATING, Reason.LIFECYCLE_HIBERNATING, Reason.LIFECYCLE_HIBERNATED, ""}
+)
+
 log = structlog.get_logger()
 
 
@@ -241,9 +246,10 @@ class Publication:
         """Ready there now and nowhere else; whoever was withheld because of us is published."""
         if not entry.spec.managed:
             return
-        self._addresses.claim(entry, ip)
+        if not (left := self._addresses.claim(entry, ip)):
+            return
         for other in self._pods:
-            if other.conflicted and self.holder(other, other.ip) is None:
+            if other.conflicted and other.ip == left:
                 self.publish(other)
 
     def _status(self, entry: TrackedPod, probe: ProbeResult, *, terminating: bool = False) -> dict[str, Any]:
@@ -291,7 +297,7 @@ class Publication:
         (K5). A lifecycle that is still creating is explained by what its probe waits for."""
         old, new = _explanation(before), _explanation(status)
         ready, reason, message = new
-        if old != new and reason != Reason.TERMINATING:
+        if old != new and reason not in _TOLD_OTHERWISE:
             log.info("ready" if ready else "not ready", pod=entry.key, reason=reason, message=message)
             type_, event = ("Normal", "Healthy") if ready else ("Warning", "Unhealthy")
             self._report_event(entry.pod, type_, event, f"{reason}: {message}")

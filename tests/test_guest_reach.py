@@ -129,3 +129,4 @@ def test_one_holder_an_address_and_one_address_a_holder():
     assert addresses.other("b", IP) is None
     addresses.claim("a", "")
     assert addresses.other("b", "10.88.0.6") is None
+    assert (addresses.claim("a", IP), addresses.claim("a", IP), addresses.claim("a", "")) == ("", "", IP)
