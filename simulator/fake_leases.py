@@ -127,6 +127,8 @@ class FakeCocoonNet:
 
     def release(self, mac: str, socket_path: str = "") -> None:
         """What `vkcocoon_net.release_lease` does, without the socket: same normalization, retry and errors."""
+        if not normalize_mac(mac):
+            raise LeaseReleaseError(f"{mac!r} is not a MAC address")
         status, text = self._answer("DELETE", CONTROL_PREFIX + mac)
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             status, text = self._answer("DELETE", CONTROL_PREFIX + mac)
