@@ -45,7 +45,7 @@ setup(
     python_requires=">=3.11",
     py_modules=sorted(path.stem for path in HERE.glob("vkcocoon*.py")),
     packages=["simulator"],
-    package_data={"simulator": ["py.typed", "scenarios/*.yaml"]},
+    package_data={"simulator": ["py.typed", "scenarios/*.yaml", "examples/*.yaml"]},
     install_requires=RUNTIME,
     extras_require={"sim": SIM, "dev": DEV},
     entry_points={"console_scripts": ["vk-cocoon=vkcocoon_cli:main"]},
