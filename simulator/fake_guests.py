@@ -1,0 +1,383 @@
+"""One live guest: a process that is, for whoever looks from outside, a machine on the bridge.
+
+    python -m simulator.fake_guests --home HOME --vm NAME --mac MAC --os OS -- WORDS...
+
+The fake command lines start it, detached, as the VMM or QEMU process of one VM; its end is the end of the machine.
+WORDS mean nothing to us: they make the command line look like the hypervisor's to whoever identifies the process by it.
+
+What it does from power-on, after the times in its GuestSpec (HOME/guests/NAME.json, else the default of its OS): leave
+for a network namespace of its own with a cable to the bridge; boot; ask HOME/dhcp.sock for the address of its MAC;
+answer echoes (the kernel does, we only hold the switch), accept on ports, and speak SSH.
+
+HOME/network.json names the bridge. Without it there are no namespaces: the guest then only listens on the loopback
+address it gets from DHCP, and no echo switch exists, because the host's own kernel answers for all of 127.0.0.0/8.
+
+HOME/guests/NAME.sock takes one JSON object a line and answers each with the guest's status, or with {"error": ...}:
+
+    {"echo": false}  {"open": 3389}  {"close": 22}  {"banner": "SSH-2.0-x" | null}  {"renew": true}  {"crash": true}
+    {"status": true}
+
+HOME/power.sock is its power cord: whoever holds the other end keeps it alive, and with it the guest dies. That is how
+nothing is left of a world whose host process was killed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import gevent
+import gevent.socket
+from gevent.pool import Group, Pool
+from gevent.server import StreamServer
+
+from simulator.fake_vms import GuestSpec
+from simulator.namespaces import leave_network
+from vkcocoon_probes import Clock, SystemClock, spawn
+
+__all__ = ["Address", "Guest", "GuestError", "main", "read_spec", "tell"]
+
+log = logging.getLogger("simulator.guest")
+
+ASK_AGAIN_S = 0.5  # between two DHCP requests that nobody answered
+SSH_PORT = 22
+LONGEST_COMMAND = 65536
+
+
+class GuestError(Exception):
+    """A command the guest cannot carry out; the message is its answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """What DHCP gave; `lease_s` is how long it holds."""
+
+    ip: str
+    prefix: int
+    gateway: str
+    lease_s: float
+
+
+# Networks ---------------------------------------------------------------------------------------------------------
+
+
+class Network(Protocol):
+    """Where the guest's packets go."""
+
+    def use(self, address: Address) -> None:
+        """Have this address instead of the one before."""
+
+    def echo(self, on: bool) -> None:
+        """Let the kernel answer echoes or not. Raises GuestError where that is not ours to decide."""
+
+
+class OwnNetwork:
+    """A network namespace with a cable to the bridge. The whole process lives in it from here on."""
+
+    def __init__(self, bridge: str, mac: str) -> None:
+        # Named by the process: the link of a machine that just died may still be there for a moment.
+        self._links = leave_network(bridge, f"tap{os.getpid()}", mac)
+        self._link = socket.if_nametoindex("eth0")
+        # Announce a new address, so that nobody keeps sending to the machine that had it before.
+        self._switch("conf/eth0/arp_notify", True)
+        self._address: Address | None = None
+
+    def use(self, address: Address) -> None:
+        if self._address:
+            self._links.remove_address(self._link, self._address.ip, self._address.prefix)
+        self._links.add_address(self._link, address.ip, address.prefix)
+        self._links.set_up("eth0")
+        self._links.add_default_route(address.gateway)
+        self._address = address
+
+    def echo(self, on: bool) -> None:
+        self._switch("icmp_echo_ignore_all", not on)
+
+    @staticmethod
+    def _switch(name: str, on: bool) -> None:
+        Path("/proc/sys/net/ipv4", name).write_text("1" if on else "0")
+
+
+class Loopback:
+    """No namespaces: addresses of 127.0.0.0/8, all of which the host's kernel answers for already."""
+
+    def use(self, address: Address) -> None:
+        if not address.ip.startswith("127."):
+            raise GuestError(f"{address.ip} is not a loopback address, and there is no bridge")
+
+    def echo(self, on: bool) -> None:
+        if not on:
+            raise GuestError("echoes to a loopback address are the host's; close a port instead")
+
+
+def open_network(home: Path, mac: str) -> Network:
+    with contextlib.suppress(FileNotFoundError):
+        return OwnNetwork(json.loads((home / "network.json").read_text())["bridge"], mac)
+    return Loopback()
+
+
+# The guest --------------------------------------------------------------------------------------------------------
+
+
+class Guest:
+    """One machine from power-on to its end. `run` returns never; `command` is what the control socket calls."""
+
+    def __init__(self, *, home: Path, name: str, mac: str, os_name: str, network: Network) -> None:
+        self.name = name
+        self._home = home
+        self._mac = mac
+        self._os = os_name
+        self._network = network
+        self._clock: Clock = SystemClock()
+        self._power_on = self._clock.monotonic()
+        self._greenlets = Group()
+        self._spec = read_spec(home, name, os_name)
+        self._address: Address | None = None
+        self._echo = self._spec.echo
+        self._wanted_ports = set(self._spec.ports)
+        self._listeners: dict[int, StreamServer] = {}
+        self._sshd: Any = None  # simulator.fake_sshd.Sshd once somebody needs it: paramiko is slow to import
+        self._banner: str | None = self._spec.ssh_banner
+
+    def run(self) -> None:
+        """Boot, get an address, come up; then keep the lease for ever."""
+        spawn(self._greenlets, "power cord", self._hold_power_cord)
+        self._serve_commands()
+        if isinstance(self._network, OwnNetwork):
+            self._network.echo(False)
+        spec = self._spec
+        if spec.ssh_after_s is not None:
+            self._wanted_ports.add(SSH_PORT)
+            self._banner = None
+        self._clock.sleep(spec.boot_s + spec.lease_s)
+        self._renew()
+        spawn(self._greenlets, "echo", self._after, spec.echo_after_s, self._start_echo)
+        if spec.ssh_after_s is not None:
+            spawn(self._greenlets, "sshd", self._after, spec.ssh_after_s, self._start_sshd)
+        while True:
+            assert self._address
+            self._clock.sleep(self._address.lease_s / 2)
+            self._renew()
+
+    def _after(self, seconds: float, action: Callable[[], None]) -> None:
+        self._clock.sleep(seconds)
+        action()
+
+    def _start_echo(self) -> None:
+        if self._echo:
+            self._network.echo(True)
+
+    def _start_sshd(self) -> None:
+        self._speak(self._spec.ssh_banner)
+
+    # Address and ports
+
+    def _renew(self) -> None:
+        address = self._ask_for_address()
+        if self._address and address.ip == self._address.ip:
+            self._address = address
+            return
+        for port in list(self._listeners):
+            self._listeners.pop(port).stop(timeout=0)
+        self._network.use(address)
+        self._address = address
+        for port in sorted(self._wanted_ports):
+            try:
+                self._listen(port)
+            except GuestError as error:
+                log.warning("%s cannot open %s", self.name, error)
+
+    def _ask_for_address(self) -> Address:
+        """Ask until somebody answers, as DHCP clients do."""
+        while True:
+            try:
+                answer = _exchange(self._home / "dhcp.sock", {"mac": self._mac})
+                return Address(answer["ip"], answer["prefix"], answer["gateway"], answer.get("lease_s", 86400.0))
+            except (OSError, ValueError, KeyError):
+                self._clock.sleep(ASK_AGAIN_S)
+
+    def _listen(self, port: int) -> None:
+        assert self._address
+        handler = self._shell().serve if port == SSH_PORT else _hold
+        # A pool of its own, so that stopping the server breaks its connections, as killing a service does.
+        server = StreamServer((self._address.ip, port), handler, spawn=Pool())
+        try:
+            server.start()
+        except OSError as error:
+            raise GuestError(f"port {port}: {error.strerror}") from error
+        self._listeners[port] = server
+
+    def _shell(self) -> Any:
+        if self._sshd is None:
+            from simulator.fake_sshd import Sshd
+
+            self._sshd = Sshd(self._banner, self._about)
+        return self._sshd
+
+    def _speak(self, banner: str | None) -> None:
+        self._banner = banner
+        if self._sshd:
+            self._sshd.banner = banner
+
+    def _about(self) -> str:
+        return f"{self.name}: {self._os} guest of the vk-cocoon playground, up {self.status()['up_s']} s"
+
+    # Commands
+
+    def status(self) -> dict[str, Any]:
+        return {
+            "vm": self.name,
+            "os": self._os,
+            "mac": self._mac,
+            "pid": os.getpid(),
+            "up_s": round(self._clock.monotonic() - self._power_on, 1),
+            "ip": self._address.ip if self._address else "",
+            "echo": self._echo,
+            "ports": sorted(self._listeners),
+            "banner": self._banner,
+        }
+
+    def command(self, order: Mapping[str, Any]) -> dict[str, Any]:
+        """Carry out one order and return the status after it. Raises GuestError."""
+        for word, value in order.items():
+            match word:
+                case "echo":
+                    self._network.echo(bool(value))
+                    self._echo = bool(value)
+                case "open":
+                    self._open(_port(value))
+                case "close":
+                    self._close(_port(value))
+                case "banner":
+                    self._speak(None if value is None else str(value))
+                case "renew":
+                    self._renew()
+                case "crash" | "status":
+                    pass
+                case _:
+                    raise GuestError(f"{word!r} is no command: echo, open, close, banner, renew, crash, status")
+        return self.status()
+
+    def _open(self, port: int) -> None:
+        if self._address and port not in self._listeners:
+            self._listen(port)
+        self._wanted_ports.add(port)
+
+    def _close(self, port: int) -> None:
+        """Refuse new connections and break the open ones."""
+        self._wanted_ports.discard(port)
+        if server := self._listeners.pop(port, None):
+            server.stop(timeout=0)
+
+    # Sockets in the home directory
+
+    def _serve_commands(self) -> None:
+        path = self._home / "guests" / f"{self.name}.sock"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.unlink(missing_ok=True)  # left by the process before us
+        listener = gevent.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(path))
+        listener.listen(8)
+        StreamServer(listener, self._take_commands).start()
+
+    def _take_commands(self, connection: gevent.socket.socket, _: object) -> None:
+        with connection, connection.makefile("r") as lines:
+            while line := lines.readline(LONGEST_COMMAND):
+                answer, crash = self._answer(line)
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+                if crash:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+    def _answer(self, line: str) -> tuple[dict[str, Any], bool]:
+        try:
+            order = json.loads(line)
+            if not isinstance(order, dict):
+                raise GuestError("one JSON object a line")
+            return self.command(order), bool(order.get("crash"))
+        except (ValueError, GuestError, OSError) as error:
+            return {"error": str(error)}, False
+
+    def _hold_power_cord(self) -> None:
+        cord = gevent.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            cord.connect(str(self._home / "power.sock"))
+        except FileNotFoundError:
+            return  # started by hand, without a host
+        except OSError:
+            os._exit(0)
+        cord.recv(1)
+        os._exit(0)
+
+
+def _hold(connection: gevent.socket.socket, _: object) -> None:
+    """A service that accepts and says nothing."""
+    with contextlib.suppress(OSError):
+        while connection.recv(4096):
+            pass
+
+
+def _port(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= 65535:
+        raise GuestError(f"{value!r} is no port")
+    return value
+
+
+def read_spec(home: Path, name: str, os_name: str) -> GuestSpec:
+    """The GuestSpec of one VM: HOME/guests/NAME.json, else the default of its OS."""
+    try:
+        fields = json.loads((home / "guests" / f"{name}.json").read_text())
+    except FileNotFoundError:
+        return GuestSpec.for_os(os_name)
+    return GuestSpec(**{**fields, "ports": tuple(fields.get("ports", ()))})
+
+
+# For those outside ------------------------------------------------------------------------------------------------
+
+
+def tell(home: Path, name: str, order: Mapping[str, Any]) -> dict[str, Any]:
+    """Give one live guest an order; returns its status after it. Raises GuestError, OSError when it is not there."""
+    answer = _exchange(home / "guests" / f"{name}.sock", order)
+    if "error" in answer:
+        raise GuestError(answer["error"])
+    return answer
+
+
+def _exchange(path: Path, question: Mapping[str, Any]) -> dict[str, Any]:
+    with gevent.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+        connection.settimeout(5.0)
+        connection.connect(str(path))
+        connection.sendall(json.dumps(question).encode() + b"\n")
+        with connection.makefile("r") as lines:
+            answer = json.loads(lines.readline(LONGEST_COMMAND))
+    if not isinstance(answer, dict):
+        raise ValueError(f"{path.name} answered {answer!r}")
+    return answer
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m simulator.fake_guests", description="Be one live guest.")
+    parser.add_argument("--home", type=Path, required=True)
+    parser.add_argument("--vm", required=True)
+    parser.add_argument("--mac", required=True)
+    parser.add_argument("--os", required=True)
+    parser.add_argument("words", nargs="*", help="ignored")
+    options = parser.parse_args(arguments)
+    network = open_network(options.home, options.mac)
+    Guest(home=options.home, name=options.vm, mac=options.mac, os_name=options.os, network=network).run()
+
+
+if __name__ == "__main__":
+    from gevent import monkey
+
+    monkey.patch_all()  # for paramiko, which is imported later
+    main(sys.argv[1:])

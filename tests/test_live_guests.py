@@ -1,0 +1,334 @@
+"""Live guests on a real kernel: echo switch, listeners, the banner, sshd, DHCP, and the probes that look at them.
+
+Each test runs as a program of its own inside namespaces (see `inside`), with a bridge and a DHCP door; the guests are
+processes, the probes are vkcocoon_net's.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+
+import pytest
+
+from simulator import namespaces
+
+LIMIT_S = 30
+
+
+BODIES = {}
+
+
+def inside(body, *, bridged=True):
+    """Make a test of `body(station)`: it runs in new namespaces, in a process whose failure is the test's."""
+    BODIES[body.__name__] = body
+
+    @pytest.mark.kernel
+    def test():
+        kind = namespaces.available()[0] if bridged else "none"
+        if not kind:
+            pytest.skip("this kernel grants no namespaces")
+        home = namespaces.free_directory() if bridged else namespaces.temporary_home()
+        words = [sys.executable, __file__, body.__name__, home, "bridged" if bridged else "loopback"]
+        done = subprocess.run(
+            namespaces.watcher_command(kind, home, words),
+            env=namespaces.environment(**{namespaces.MARK: f"test{os.getpid()}"}),
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return test
+
+
+def inside_without_namespaces(body):
+    return inside(body, bridged=False)
+
+
+class Station:
+    """The host's side of a bridge with guests on it."""
+
+    def __init__(self, home, *, bridged):
+        from simulator.live_world import GuestNetwork, Place
+        from vkcocoon_net import open_pinger
+        from vkcocoon_probes import SystemClock
+
+        self.home = home
+        self.clock = SystemClock()
+        self.network = GuestNetwork(Place(home, bridged), self.clock)
+        self.network.start()
+        self.pinger = open_pinger()
+        self.processes = []
+
+    def guest(self, name="vm-1", mac="0a:58:0a:58:00:21", os_name="linux", **spec):
+        """Power a guest on and wait until it has its address."""
+        from simulator.fake_vms import GuestSpec
+
+        from simulator.fake_guests import tell
+
+        fields = {"os": os_name, "boot_s": 0.0, "lease_s": 0.0, **spec}
+        GuestSpec(**fields)
+        (self.home / "guests" / f"{name}.json").write_text(json.dumps(fields))
+        words = ["--home", str(self.home), "--vm", name, "--mac", mac, "--os", os_name, "--", "decoy", "-pidfile", "x"]
+        process = subprocess.Popen([sys.executable, "-m", "simulator.fake_guests", *words])
+        self.processes.append(process)
+        guest = LiveGuest(name, process, lambda **order: tell(self.home, name, order))
+        self.until(lambda: guest.answers() and guest.tell(status=True)["ip"])
+        guest.ip = guest.tell(status=True)["ip"]
+        return guest
+
+    def deadline(self, seconds=1.0):
+        from vkcocoon_probes import Deadline
+
+        return Deadline(self.clock, seconds)
+
+    def echoes(self, guest, seconds=1.0):
+        from vkcocoon_net import PingError
+
+        try:
+            return 0 <= self.pinger.ping(guest.ip, self.deadline(seconds)) < seconds
+        except PingError:
+            return False
+
+    def accepts(self, guest, port):
+        from vkcocoon_net import tcp_accepts
+
+        try:
+            tcp_accepts(guest.ip, port, self.deadline())
+            return True
+        except ConnectionRefusedError:
+            return False
+
+    def banner(self, guest, seconds=1.0):
+        from vkcocoon_net import ssh_banner
+
+        try:
+            return ssh_banner(guest.ip, self.deadline(seconds))
+        except OSError:
+            return ""
+
+    def until(self, holds, limit_s=10.0):
+        end = self.clock.monotonic() + limit_s
+        while not holds():
+            assert self.clock.monotonic() < end, "never came true"
+            self.clock.sleep(0.01)
+
+
+class LiveGuest:
+    def __init__(self, name, process, tell):
+        self.name = name
+        self.process = process
+        self.tell = tell
+        self.ip = ""
+
+    def answers(self):
+        with contextlib.suppress(OSError):
+            return bool(self.tell(status=True))
+        return False
+
+
+@inside
+def test_a_guest_gets_the_address_that_the_lease_file_names_for_its_mac(station):
+    from vkcocoon_net import LeaseFile
+
+    guest = station.guest(mac="0A:58:0a:58:00:AB")
+    lease = LeaseFile(str(station.home / "leases.json")).lookup("0a:58:0a:58:00:ab", station.clock.now())
+    assert lease.ip == guest.ip
+
+
+@inside
+def test_an_address_is_asked_for_after_the_boot_and_not_before(station):
+    from simulator.fake_guests import tell
+
+    begin = station.clock.monotonic()
+    guest = station.guest(boot_s=0.6, lease_s=0.2)
+    assert station.clock.monotonic() - begin >= 0.8
+    assert tell(station.home, guest.name, {"status": True})["up_s"] >= 0.8
+
+
+@inside
+def test_a_guest_whose_dhcp_server_is_away_keeps_asking(station):
+    network = station.network
+    free = network.cocoon_net.request
+    refused = []
+
+    def refuse_twice(mac):
+        refused.append(mac)
+        return "" if len(refused) <= 2 else free(mac)
+
+    network.cocoon_net.request = refuse_twice
+    station.guest(mac="0a:58:0a:58:00:21")
+    assert refused == ["0a:58:0a:58:00:21"] * 3
+
+
+@inside
+def test_the_echo_switch_silences_one_guest_and_lets_it_speak_again(station):
+    silent, other = station.guest("vm-1"), station.guest("vm-2", "0a:58:0a:58:00:22")
+    assert station.echoes(silent)
+    silent.tell(echo=False)
+    assert not station.echoes(silent, 0.3)
+    assert station.echoes(other)
+    silent.tell(echo=True)
+    assert station.echoes(silent)
+
+
+@inside
+def test_an_echo_that_starts_late_is_silent_until_then(station):
+    guest = station.guest(echo_after_s=0.7)
+    assert not station.echoes(guest, 0.2)
+    station.until(lambda: station.echoes(guest, 0.2))
+    assert guest.tell(status=True)["up_s"] >= 0.7
+
+
+@inside
+def test_ports_refuse_until_they_are_opened_and_after_they_are_closed(station):
+    guest = station.guest(os_name="windows", ports=[3389])
+    assert station.accepts(guest, 3389)
+    assert not station.accepts(guest, 5986)
+    assert guest.tell(open=5986)["ports"] == [3389, 5986]
+    assert station.accepts(guest, 5986)
+    with socket.create_connection((guest.ip, 5986), timeout=5) as visitor:
+        guest.tell(close=5986)
+        assert visitor.recv(1) == b""
+    assert not station.accepts(guest, 5986)
+    assert station.accepts(guest, 3389)
+
+
+@inside
+def test_port_22_accepts_before_anybody_speaks(station):
+    guest = station.guest(os_name="macos", ssh_after_s=1.0)
+    assert station.accepts(guest, 22)
+    assert station.banner(guest, 0.2) == ""
+    station.until(lambda: station.banner(guest) == "SSH-2.0-OpenSSH_9.9")
+    assert guest.tell(status=True)["up_s"] >= 1.0
+
+
+@inside
+def test_a_dial_that_waits_for_the_banner_gets_it_when_sshd_comes_up(station):
+    guest = station.guest(os_name="macos", ssh_after_s=0.8)
+    assert station.banner(guest, 3.0) == "SSH-2.0-OpenSSH_9.9"
+
+
+@inside
+def test_the_banner_can_be_changed_and_withheld(station):
+    guest = station.guest(ports=[22])
+    guest.tell(banner="SSH-2.0-Other_1")
+    assert station.banner(guest) == "SSH-2.0-Other_1"
+    guest.tell(banner=None)
+    assert station.banner(guest, 0.2) == ""
+    guest.tell(banner="220 this is a mail server")
+    assert station.banner(guest, 0.2) == ""
+    guest.tell(banner="SSH-2.0-Back_1")
+    assert station.banner(guest) == "SSH-2.0-Back_1"
+
+
+@inside
+def test_a_real_ssh_client_gets_in_and_is_told_where_it_is(station):
+    import paramiko
+
+    guest = station.guest(os_name="macos", ssh_after_s=0.0)
+    station.until(lambda: station.banner(guest))
+    client = paramiko.SSHClient()
+    client.set_missing_host_key_policy(paramiko.AutoAddPolicy())
+    with client:
+        client.connect(guest.ip, username="admin", password="admin", look_for_keys=False, allow_agent=False)
+        _, out, _ = client.exec_command("uname")
+        assert out.read().startswith(b"vm-1: macos guest of the vk-cocoon playground, up ")
+        assert out.channel.recv_exit_status() == 0
+
+
+@inside
+def test_a_crash_takes_the_machine_off_the_bridge_and_the_next_one_keeps_its_address(station):
+    first = station.guest(ports=[22])
+    with contextlib.suppress(OSError, ValueError):
+        first.tell(crash=True)
+    assert first.process.wait(timeout=5) == -signal.SIGKILL
+    # The kernel takes a namespace apart some time after its last process is gone.
+    station.until(lambda: not station.echoes(first, 0.2))
+    second = station.guest(ports=[22])
+    assert second.ip == first.ip
+    assert station.echoes(second)
+    assert second.tell(status=True)["pid"] != first.process.pid
+
+
+@inside
+def test_an_address_taken_over_by_another_machine_is_reached_at_once(station):
+    old = station.guest("vm-1", "0a:58:0a:58:00:21")
+    assert station.echoes(old)
+    old.process.terminate()
+    old.process.wait(timeout=5)
+    station.network.cocoon_net.release("0a:58:0a:58:00:21")
+    station.network.cocoon_net.lease("0a:58:0a:58:00:22", old.ip)
+    new = station.guest("vm-2", "0a:58:0a:58:00:22")
+    assert new.ip == old.ip
+    assert station.echoes(new)
+
+
+@inside
+def test_a_renewal_that_brings_another_address_moves_the_guest_and_its_ports(station):
+    guest = station.guest(ports=[8080])
+    before = guest.ip
+    after = "10.88.0.200" if before != "10.88.0.200" else "10.88.0.201"
+    station.network.cocoon_net.lease("0a:58:0a:58:00:21", after)
+    guest.ip = guest.tell(renew=True)["ip"]
+    assert guest.ip == after
+    assert station.echoes(guest)
+    assert station.accepts(guest, 8080)
+    guest.ip = before
+    assert not station.echoes(guest, 0.3)
+
+
+@inside
+def test_a_wrong_command_is_answered_and_does_no_harm(station):
+    from simulator.fake_guests import GuestError
+
+    guest = station.guest()
+    for order in ({"open": 0}, {"open": True}, {"open": "ssh"}, {"dance": True}):
+        with pytest.raises(GuestError):
+            guest.tell(**order)
+    assert guest.tell(status=True)["ports"] == []
+
+
+@inside
+def test_a_guest_dies_with_the_power(station):
+    guest = station.guest()
+    station.network.close()
+    assert guest.process.wait(timeout=5) == 0
+
+
+@inside_without_namespaces
+def test_on_loopback_a_guest_listens_on_its_own_address_and_has_no_echo_switch(station):
+    from simulator.fake_guests import GuestError
+
+    guest, other = station.guest("vm-1"), station.guest("vm-2", "0a:58:0a:58:00:22")
+    assert guest.ip.startswith("127.88.0.")
+    guest.tell(open=28022)
+    assert station.accepts(guest, 28022)
+    assert not station.accepts(other, 28022)
+    with pytest.raises(GuestError, match="close a port instead"):
+        guest.tell(echo=False)
+
+
+def main(body, home, where):
+    station = Station(Path(home), bridged=where == "bridged")
+    try:
+        BODIES[body](station)
+    except BaseException:  # noqa: BLE001  the root of a program that ends here either way
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+    os._exit(0)  # the guests die with the power
+
+
+if __name__ == "__main__":
+    from gevent import monkey
+
+    monkey.patch_all()
+    main(*sys.argv[1:])
