@@ -43,7 +43,7 @@ _WAIT, _BOUND = 0, 1  # kinds of timers, in the order they fire at one instant
 
 
 class _Timer:
-    """A cancelled timer stays in the heap, without what it would have called, until its instant comes."""
+    """A canceled timer stays in the heap, without what it would have called, until its instant comes."""
 
     __slots__ = ("fire",)
 
@@ -220,14 +220,16 @@ class VirtualClock:
 
     def _drive_through(self, event: Event, timeout: float | None) -> bool:
         """A wait of the main greenlet: like any other one, but it also makes time pass."""
-        passed: list[None] = []
-        timer = None if timeout is None else self._set(timeout, _WAIT, passed.append)
+        ended_by: list[Event | None] = []
+        timer = None if timeout is None else self._set(timeout, _WAIT, ended_by.append)
+        event.rawlink(ended_by.append)
         try:
-            self._drive(None, lambda: passed or event.is_set())
+            self._drive(None, lambda: ended_by)
         finally:
+            event.unlink(ended_by.append)
             if timer is not None:
                 timer.cancel()
-        return event.is_set()
+        return event in ended_by or event.is_set()
 
     def _drive(self, end_us: int | None, predicate: Callable[[], object] | None) -> bool:
         """Fire timers up to ``end_us`` (None: without end); True as soon as the predicate is true."""
@@ -286,6 +288,6 @@ class VirtualClock:
         while heap and heap[0][0] == self.now_us and heap[0][1] == kind:
             due.append(heapq.heappop(heap)[4])
         for timer in due:
-            # An earlier one may have cancelled it.
+            # An earlier one may have canceled it.
             if timer.fire is not None:
                 timer.fire(None)

@@ -179,6 +179,14 @@ def test_an_echo_waits_as_long_as_the_pause_but_no_less_than_250_ms_until_the_po
     ]
 
 
+def test_an_echo_of_a_ready_pod_may_use_the_whole_bound_however_fast_the_pace_is():
+    rig = Rig(steady_pause=1)
+    patiences = []
+    rig.start(lambda deadline: patiences.append(deadline.patience) or UP)
+    rig.clock.run(2)
+    assert patiences == [0.25, 3, 3]
+
+
 def test_the_ramp_is_kept_in_whole_microseconds():
     cadence = Cadence.growing(0.1, 1.5, 1.0, 5.0, 3)
     assert cadence.ramp_us == (100_000, 150_000, 225_000, 337_500, 506_250, 759_375, 1_000_000)

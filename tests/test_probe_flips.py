@@ -193,6 +193,7 @@ def test_an_observer_sees_every_raw_result_how_late_it_began_and_how_long_it_too
         rig.clock.sleep(0.5)
         return results.pop(0)
 
+    rig.clock.run(100)
     rig.start(probe)
     rig.clock.run(16.5)
     assert seen == [

@@ -42,10 +42,10 @@ def test_forget_from_inside_the_first_probe_drops_its_result():
         return UP
 
     rig.start(probe)
+    assert rig.greenlets() == 0
     rig.clock.run(60)
     assert rig.instants() == [0]
     assert rig.manager.get("pod") == NOTHING
-    assert rig.greenlets() == 0
 
 
 def test_a_second_start_during_the_first_probe_wins_whichever_probe_returns_first():
