@@ -21,13 +21,14 @@ import gevent
 import structlog
 from gevent.event import Event
 from gevent.pool import Group
-from vkcocoon_node import NodeController, node_address
 
 from vkcocoon import Ports, Provider, __version__
 from vkcocoon_events import EventRecorder
+from vkcocoon_host import node_address
 from vkcocoon_http import Check, HubMonitor, Metrics, MetricsServer
 from vkcocoon_kube import ApiError, Backoff, HttpKubeApi, KubeApi
 from vkcocoon_net import open_pinger
+from vkcocoon_node import NodeController
 from vkcocoon_pods import PodController
 from vkcocoon_probes import SystemClock, spawn
 from vkcocoon_settings import Settings
@@ -59,8 +60,11 @@ class Daemon:
             lease_api=lease_api or ports.kube,
             recorder=self.recorder,
             degraded=ports.pinger.degraded,
+            version=__version__,
         )
-        self.pods = PodController(ports.kube, ports.clock, self.provider, settings, recorder=self.recorder)
+        self.pods = PodController(
+            ports.kube, ports.clock, self.provider, settings, recorder=self.recorder, gate=self.node.alone
+        )
         self.provider.notify_pods(self.pods.notify)
 
     def start(self) -> None:
