@@ -250,7 +250,7 @@ class Provider:
 
     @contextmanager
     def _vm_lock(self, vm_name: str) -> Iterator[None]:
-        """Serialises the command lines of one VM: create, restart, hibernate, wake and delete never cross."""
+        """Serializes the command lines of one VM: create, restart, hibernate, wake and delete never cross."""
         lock = self._locks.get(vm_name)
         if lock is None:
             lock = self._locks[vm_name] = BoundedSemaphore(1)

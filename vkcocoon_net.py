@@ -130,7 +130,7 @@ class LeaseFileError(Exception):
 
 
 class Lease(NamedTuple):
-    """One DHCP lease: `mac` normalised, `ip` a unicast dotted quad, `expiry` aware (year 9999: it has no end)."""
+    """One DHCP lease: `mac` normalized, `ip` a unicast dotted quad, `expiry` aware (year 9999: it has no end)."""
 
     mac: str
     ip: str
@@ -333,7 +333,7 @@ _ERRORS = {3: ping3.enums.IcmpV4DestinationUnreachableCode, 11: ping3.enums.Icmp
 _SOL_RAW, _ICMP_FILTER = 255, 1
 _SO_ATTACH_FILTER, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 26, 32, 33
 
-# Thousands of echoes at once fit. The send buffer counts as well: an echo to a silent neighbour stays in it for the
+# Thousands of echoes at once fit. The send buffer counts as well: an echo to a silent neighbor stays in it for the
 # three seconds ARP keeps trying, and with the default size some hundred dead guests stop the echoes to living ones.
 _BUFFER_BYTES = 4 << 20
 # One drain ends after so many packets, so that a flood of foreign errors cannot hold the hub.

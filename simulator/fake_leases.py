@@ -1,4 +1,4 @@
-"""cocoon-net as its neighbours see it: the lease file it writes and the control socket it answers.
+"""cocoon-net as its neighbors see it: the lease file it writes and the control socket it answers.
 
 `FakeCocoonNet` keeps leases as the daemon does, in memory first and in the file after every change. The file is real
 and written the way the daemon writes it: a new one with a unique name beside it, renamed over the old one, rows in no
