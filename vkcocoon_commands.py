@@ -7,7 +7,7 @@ time and size and ends in `Completed` or in CommandError.
 There are two kinds of commands, and they must end differently. One that only asks ends with whoever waits for it. One
 that changes something may not be cut short, because a half-launched QEMU or a killed clone costs somebody a disk: it
 outlives the caller, an impatient probe and even the end of this process. That is why it writes into memory files (a
-pipe whose reader died would kill it at its next word), and why only the tool itself is ever signalled (a VMM it has
+pipe whose reader died would kill it at its next word), and why only the tool itself is ever signaled (a VMM it has
 just started may still be in its process group).
 
 Nothing that is secret on a command line is ever seen in an exception or a log line; nothing that is ours in the

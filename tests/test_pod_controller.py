@@ -1,4 +1,4 @@
-"""Decisions K1, K6-K9 and the pod scenarios P1-P35: what the API wants, done by the provider, one pod UID at a time.
+"""Decisions K1, K6-K9: what the API wants, done by the provider, one pod UID at a time.
 
 The provider here is a script: it takes as long as it is told, fails when it is told, and writes down what it was asked.
 Virtual time, the fake API, exact instants. Scenarios that need guests, volumes or a lifecycle are the provider's tests.

@@ -1,4 +1,4 @@
-"""Decisions K1, K2, K3, K6 and field cases 37, 38, 73-76, 79-81: a status is state, owed until the API holds it.
+"""Decisions K1, K2, K3, K6: a status is state, owed until the API holds it.
 
 Annotations follow their status; the newest state wins; nothing is written when nothing differs; nothing is ever written
 to another UID. All instants are exact, in virtual time against the fake API.

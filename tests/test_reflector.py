@@ -1,4 +1,4 @@
-"""Field cases 70-72 and 76, and scenarios P13 and P14: what the API holds is known, however a watch ends.
+"""What K2 compares with: what the API holds is known, however a watch ends (cut, torn, expired, silent).
 
 Virtual time, the fake API and, where the fake is too well behaved, a scripted door. Instants are exact.
 """
