@@ -20,13 +20,21 @@ from gevent.pool import Group
 
 from vkcocoon_kube import ApiError, KubeApi
 from vkcocoon_probes import Clock, spawn
-from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, PROBE_READY, condition_of, pod_key
+from vkcocoon_status import (
+    ANNOTATION_ID,
+    ANNOTATION_LIFECYCLE_STATE,
+    ANNOTATION_VM_NAME,
+    PROBE_READY,
+    condition_of,
+    pod_key,
+)
 
-__all__ = ["ClusterView", "PodRow", "describe_change", "describe_event", "pod_row"]
+__all__ = ["ORDER_ANNOTATION", "ClusterView", "PodRow", "describe_change", "describe_event", "pod_row"]
 
 PODS = "/api/v1/pods"
 EVENTS = "/api/v1/events"
 NODES = "/api/v1/nodes"
+ORDER_ANNOTATION = "playground/guest"
 OS_ANNOTATION = "cocoonset.cocoonstack.io/os"
 RETRY_S = 0.5
 
@@ -35,11 +43,16 @@ Object = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class PodRow:
-    """One pod in the words of its own object. `since` is when Ready last changed its value."""
+    """One pod in the words of its own object.
+
+    `since` is when Ready last changed its value; `order` is what the user wants its guest to do (guest_orders).
+    """
 
     key: str
     uid: str
     vm_id: str
+    vm_name: str
+    order: str
     os: str
     ip: str
     phase: str
@@ -62,6 +75,8 @@ def pod_row(pod: Object) -> PodRow:
         key=pod_key(pod),
         uid=metadata.get("uid", ""),
         vm_id=annotations.get(ANNOTATION_ID, ""),
+        vm_name=annotations.get(ANNOTATION_VM_NAME, ""),
+        order=annotations.get(ORDER_ANNOTATION, ""),
         os=annotations.get(OS_ANNOTATION, ""),
         ip=status.get("podIP", ""),
         phase=status.get("phase", ""),

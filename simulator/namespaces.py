@@ -51,8 +51,8 @@ __all__ = [
 ]
 
 KINDS = ("root", "user")  # in the order they are tried: root needs no user namespace, and then maps nothing
-MARK = "VK_COCOON_PLAYGROUND"  # carries a token through the environment of everything that belongs to one playground
-OUTER_PID = "VK_COCOON_PLAYGROUND_PID"  # how the host calls the init process: its way in through /proc
+MARK = "PLAYGROUND_TOKEN"  # carries a token through the environment of everything that belongs to one playground
+OUTER_PID = "PLAYGROUND_PID"  # how the host calls the init process: its way in through /proc
 TMPFS_OPTIONS = "mode=0755,size=256m"
 HOST_NAME = "playground"
 KILLED = 128  # plus the signal: the exit code of a command that a signal ended, as shells count

@@ -112,7 +112,14 @@ def _table(rows: Sequence[PodRow], now: datetime, title: str, footer: str, *, na
     table.add_column("REASON", no_wrap=True, overflow="ellipsis", ratio=1)
     for row in rows:
         ready = Text(_truth(row.ready), style="bold green" if row.ready else "bold red")
-        cells = [row.key, row.ip or "-", _truth(row.probe), row.lifecycle or "-", ready, age(row.since, now)]
+        cells: list[str | Text] = [
+            row.key,
+            row.ip or "-",
+            _truth(row.probe),
+            row.lifecycle or "-",
+            ready,
+            age(row.since, now),
+        ]
         if not narrow:
             cells.insert(1, row.os)
             cells.append(str(row.restarts))

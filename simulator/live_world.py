@@ -1,0 +1,255 @@
+"""The live world: what runs inside the playground's namespaces, around the one real daemon.
+
+`LiveWorld.start` lays a bridge, opens the doors of a fake cocoon-net (lease file, control socket, DHCP for the guests),
+puts fake `cocoon` and `cocoon-macos` command lines where the daemon is told to find them, serves a fake API server, and
+starts `vk-cocoon run` as a process of its own, configured by nothing but its environment. From there on the daemon
+is alone: it runs the command lines, they start guests as processes, the guests answer or do not.
+
+Everything lives in one home directory, which goes away with the namespace. Files and sockets in it:
+
+    bin/cocoon, bin/cocoon-macos    the command lines        dhcp.sock     where a guest asks for its address
+    leases.json, cocoon-net.sock    cocoon-net's             power.sock    what keeps the guests alive
+    kubeconfig                      for daemon and kubectl   network.json  the bridge's name, if there is one
+    guests/                         GuestSpecs and control sockets of the live guests
+    vk-cocoon.log                   the daemon's log
+
+The API server listens twice on one port number: inside for the daemon, and on the host's loopback, on a socket that was
+opened there before the namespace was entered. So one kubeconfig is right on both sides.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import gevent.socket
+from gevent import subprocess
+from gevent.event import Event
+from gevent.pool import Group, Pool
+from gevent.server import StreamServer
+
+from simulator import fake_vms, namespaces
+from simulator.fake_kube import FakeKube
+from simulator.fake_leases import FakeCocoonNet
+from vkcocoon_probes import Clock, spawn
+
+__all__ = ["NODE_NAME", "GuestNetwork", "LiveWorld", "Place"]
+
+NODE_NAME = "playground"
+BRIDGE = "cni0"
+LEASE_S = 86400.0  # cocoon-net's fixed lease time
+LONGEST_REQUEST = 4096
+RESTART_PAUSE_S = 1.0  # RestartSec= of the packaged unit
+MOST_RESTARTS = 5  # then something is wrong with the daemon and not with its luck
+STOP_GRACE_S = 8.0
+LOG_TAIL_LINES = 15
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a world stands: with a bridge of its own, or on the host's loopback addresses."""
+
+    home: Path
+    bridged: bool
+
+    @property
+    def network(self) -> ipaddress.IPv4Network:
+        return ipaddress.IPv4Network("10.88.0.0/24" if self.bridged else "127.88.0.0/24")
+
+    @property
+    def gateway(self) -> str:
+        return str(self.network[1])
+
+
+class GuestNetwork:
+    """What guests need around them: a bridge, addresses by DHCP from a fake cocoon-net, and power."""
+
+    def __init__(self, place: Place, clock: Clock) -> None:
+        self.place = place
+        self._servers: list[StreamServer] = []
+        leases, network = place.home / "leases.json", str(place.network)
+        self.cocoon_net = FakeCocoonNet(leases, clock, rng=random.Random(), network=network, lease_seconds=int(LEASE_S))
+
+    def start(self) -> None:
+        home = self.place.home
+        if self.place.bridged:
+            namespaces.open_network(BRIDGE, self.place.gateway, self.place.network.prefixlen)
+            (home / "network.json").write_text(json.dumps({"bridge": BRIDGE}))
+        (home / "guests").mkdir()
+        self.cocoon_net.write()
+        self.cocoon_net.serve(home / "cocoon-net.sock")
+        self.cocoon_net.start()
+        self._serve("dhcp.sock", self._lease)
+        self._serve("power.sock", self._power)
+
+    def close(self) -> None:
+        """Every guest loses its power."""
+        for server in self._servers:
+            server.stop(timeout=0)
+        self.cocoon_net.close()
+
+    def _serve(self, name: str, handler: Callable[[gevent.socket.socket, Any], None]) -> None:
+        listener = gevent.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener.bind(str(self.place.home / name))
+        listener.listen(64)
+        # A pool of its own, so that stopping the server ends what it serves, too.
+        server = StreamServer(listener, handler, spawn=Pool())
+        server.start()
+        self._servers.append(server)
+
+    def _lease(self, connection: gevent.socket.socket, _: object) -> None:
+        """DHCP without the packets: one JSON object a line, answered unless the pool is used up."""
+        with connection, connection.makefile("r") as lines:
+            while line := lines.readline(LONGEST_REQUEST):
+                ip = self.cocoon_net.request(json.loads(line)["mac"])
+                if not ip:
+                    return
+                place = self.place
+                answer = {"ip": ip, "prefix": place.network.prefixlen, "gateway": place.gateway, "lease_s": LEASE_S}
+                connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    @staticmethod
+    def _power(connection: gevent.socket.socket, _: object) -> None:
+        """Hold the other end of a guest's power cord until it is gone."""
+        with contextlib.suppress(OSError):
+            connection.recv(1)
+
+
+class LiveWorld:
+    """Start it once, close it once. `daemon` is the only thing in it that may end by itself."""
+
+    def __init__(self, place: Place, clock: Clock, say: Callable[[str, str], None]) -> None:
+        self.place = place
+        self.network = GuestNetwork(place, clock)
+        self.kube = FakeKube(clock, rng=random.Random())
+        self.daemon = DaemonProcess(self.environment, place.home / "vk-cocoon.log", clock, say)
+
+    def start(self, listener: socket.socket) -> None:
+        """Bring everything up; `listener` is where the host reaches the API server."""
+        home = self.place.home
+        self.network.start()
+        (home / "bin").mkdir()
+        fake_vms.install_executables(home / "bin")
+        door = self.kube.serve(listener)
+        if self.place.bridged:
+            self.kube.serve(("127.0.0.1", listener.getsockname()[1]))
+        (home / "kubeconfig").write_text(door.kubeconfig())
+        self.daemon.start()
+
+    def close(self) -> None:
+        """Stop the daemon as its unit would, then take the guests' power."""
+        self.daemon.stop()
+        self.network.close()
+
+    def environment(self) -> dict[str, str]:
+        """All the daemon is told: nothing of the user's, nothing outside the home."""
+        home = self.place.home
+        return namespaces.environment(
+            **{namespaces.MARK: os.environ.get(namespaces.MARK, "")},
+            HOME=str(home),
+            KUBECONFIG=str(home / "kubeconfig"),
+            FAKE_COCOON_HOME=str(home),
+            VK_NODE_NAME=NODE_NAME,
+            VK_NODE_IP=self.place.gateway,
+            VK_LEASES_PATH=str(home / "leases.json"),
+            VK_COCOON_NET_CONTROL_SOCKET=str(home / "cocoon-net.sock"),
+            VK_COCOON_BIN=str(home / "bin/cocoon"),
+            VK_COCOON_MACOS_BIN=str(home / "bin/cocoon-macos"),
+            COCOON_ROOT_DIR=str(home),
+            VK_NODE_CPU="64",
+            VK_NODE_MEM="256Gi",
+            VK_NODE_STORAGE="4Ti",
+            VK_METRICS_ADDR="127.0.0.1:0",
+            VK_LOG_FORMAT="text",
+        )
+
+
+class DaemonProcess:
+    """`vk-cocoon run`, started and started again as its unit would; `given_up` is set when that makes no sense."""
+
+    def __init__(
+        self, environment: Callable[[], dict[str, str]], log: Path, clock: Clock, say: Callable[[str, str], None]
+    ) -> None:
+        self._environment = environment
+        self._log = log
+        self._clock = clock
+        self._say = say
+        self._greenlets = Group()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._stopping = False
+        self.given_up = Event()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid if self._process else 0
+
+    def start(self) -> None:
+        self._process = self._launch()
+        spawn(self._greenlets, "daemon", self._keep, self._process)
+
+    def stop(self) -> None:
+        """SIGTERM and its grace, then SIGKILL; says so when it did not end well."""
+        self._stopping = True
+        process = self._process
+        if process is None or process.poll() is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            code = process.wait(timeout=STOP_GRACE_S)
+            if code:
+                self._say(f"vk-cocoon ended with {_ending(code)} when asked to stop\n{self.log_tail()}", "bad")
+        except subprocess.TimeoutExpired:
+            self._say(f"vk-cocoon did not stop within {STOP_GRACE_S:g} s and was killed", "bad")
+            process.kill()
+
+    def log_tail(self) -> str:
+        lines = self._log.read_text(errors="replace").splitlines()
+        return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
+
+    def _launch(self) -> subprocess.Popen[bytes]:
+        with self._log.open("ab") as log:
+            return subprocess.Popen(
+                [*_program(), "run"],
+                env=self._environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=namespaces.die_with_parent,
+            )
+
+    def _keep(self, process: subprocess.Popen[bytes]) -> None:
+        for _ in range(MOST_RESTARTS):
+            code = process.wait()
+            if self._stopping:
+                return
+            if code >= 0:
+                self._say(f"vk-cocoon ended by itself with {_ending(code)}:\n{self.log_tail()}", "bad")
+                break
+            self._say(f"vk-cocoon was ended by {_ending(code)}; starting it again, as its unit would", "bad")
+            self._clock.sleep(RESTART_PAUSE_S)
+            if self._stopping:
+                return
+            self._process = process = self._launch()
+        self.given_up.set()
+
+
+def _program() -> list[str]:
+    """The daemon's command: the installed one of this interpreter, else the module, as in a single-file build."""
+    installed = shutil.which("vk-cocoon", path=str(Path(sys.executable).parent))
+    return [installed] if installed else [sys.executable, "-m", "vkcocoon_cli"]
+
+
+def _ending(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"

@@ -1,0 +1,231 @@
+"""The live world's parts: the daemon as a supervised process, orders to guests by annotation, where a world stands."""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from simulator import guest_orders, live_world
+from simulator.cluster_view import pod_row
+from simulator.fake_guests import GuestError
+from simulator.guest_orders import GuestOrders, parse_order
+from simulator.live_world import DaemonProcess, LiveWorld, Place
+from vkcocoon_probes import SystemClock
+
+CLOCK = SystemClock()
+
+
+def until(holds, limit_s=10.0):
+    end = CLOCK.monotonic() + limit_s
+    while not holds():
+        assert CLOCK.monotonic() < end, "never came true"
+        CLOCK.sleep(0.01)
+
+
+# The daemon as a process ------------------------------------------------------------------------------------------
+
+
+class Supervised:
+    """A DaemonProcess around a Python script, which is given `run` as the daemon is."""
+
+    def __init__(self, tmp_path, monkeypatch, script):
+        self.log = tmp_path / "vk-cocoon.log"
+        self.said = []
+        (tmp_path / "daemon.py").write_text(script)
+        monkeypatch.setattr(live_world, "_program", lambda: [sys.executable, str(tmp_path / "daemon.py")])
+        monkeypatch.setattr(live_world, "RESTART_PAUSE_S", 0.05)
+        self.daemon = DaemonProcess(
+            lambda: {"PATH": os.environ["PATH"]}, self.log, CLOCK, lambda text, kind: self.said.append((kind, text))
+        )
+        self.daemon.start()
+
+    def lines(self):
+        return self.log.read_text().splitlines()
+
+
+WELL_BEHAVED = """
+import signal, sys, threading
+asked = threading.Event()
+signal.signal(signal.SIGTERM, lambda *_: asked.set())
+print("up with", sys.argv[1:], flush=True)
+while not asked.wait(0.05): pass
+print("down", flush=True)
+"""
+
+
+@pytest.fixture
+def supervised(tmp_path, monkeypatch):
+    started = []
+
+    def start(script):
+        started.append(Supervised(tmp_path, monkeypatch, script))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.daemon.stop()
+
+
+@pytest.mark.process
+def test_the_daemon_is_run_and_stopped_with_its_grace(supervised):
+    world = supervised(WELL_BEHAVED)
+    until(lambda: world.lines() == ["up with ['run']"])
+    world.daemon.stop()
+    assert world.lines() == ["up with ['run']", "down"]
+    assert world.said == []
+
+
+@pytest.mark.process
+def test_a_daemon_that_is_killed_is_started_again(supervised):
+    world = supervised(WELL_BEHAVED)
+    until(lambda: len(world.lines()) == 1)
+    first = world.daemon.pid
+    os.kill(first, signal.SIGKILL)
+    until(lambda: len(world.lines()) == 2)
+    assert world.daemon.pid != first
+    assert world.said == [("bad", "vk-cocoon was ended by signal SIGKILL; starting it again, as its unit would")]
+    assert not world.daemon.given_up.is_set()
+
+
+@pytest.mark.process
+def test_a_daemon_that_gives_up_by_itself_is_not_started_again_and_its_last_words_are_shown(supervised):
+    world = supervised("print('VK_NODE_IP: not possible'); raise SystemExit(78)")
+    assert world.daemon.given_up.wait(timeout=10)
+    assert world.said == [("bad", "vk-cocoon ended by itself with exit code 78:\n    VK_NODE_IP: not possible")]
+
+
+@pytest.mark.process
+def test_a_daemon_that_always_dies_is_given_up(supervised):
+    world = supervised("import os; os.kill(os.getpid(), 9)")
+    assert world.daemon.given_up.wait(timeout=20)
+    assert len(world.said) == live_world.MOST_RESTARTS
+
+
+@pytest.mark.process
+def test_a_daemon_that_ends_badly_when_asked_to_stop_is_told(supervised):
+    world = supervised(
+        "import signal, time, sys\nsignal.signal(15, lambda *_: sys.exit(3))\nprint('up', flush=True)\nsignal.pause()"
+    )
+    until(lambda: world.lines() == ["up"])
+    world.daemon.stop()
+    assert world.said == [("bad", "vk-cocoon ended with exit code 3 when asked to stop\n    up")]
+
+
+@pytest.mark.process
+def test_a_daemon_that_does_not_stop_is_killed_after_its_grace(supervised, monkeypatch):
+    monkeypatch.setattr(live_world, "STOP_GRACE_S", 0.2)
+    world = supervised(
+        "import signal\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\nwhile True: signal.pause()"
+    )
+    until(lambda: world.lines() == ["up"])
+    world.daemon.stop()
+    assert world.said == [("bad", "vk-cocoon did not stop within 0.2 s and was killed")]
+
+
+# Where it stands --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("bridged", "gateway"), [(True, "10.88.0.1"), (False, "127.88.0.1")])
+def test_a_place_has_one_network_and_its_first_address_is_the_hosts(bridged, gateway):
+    place = Place(Path("/home"), bridged)
+    assert place.gateway == gateway
+    assert place.network.is_loopback is not bridged
+
+
+@pytest.mark.parametrize("bridged", [True, False])
+def test_the_daemons_environment_is_accepted_by_its_settings_and_stays_inside_the_home(bridged, monkeypatch):
+    from vkcocoon_settings import Settings
+
+    monkeypatch.setenv("VK_NODE_NAME", "production")
+    monkeypatch.setenv("KUBECONFIG", "/root/.kube/config")
+    world = LiveWorld(Place(Path("/run/playground"), bridged), CLOCK, lambda text, kind: None)
+    settings = Settings.load(world.environment(), {})
+    assert settings.node_name == "playground"
+    assert Settings.strangers(world.environment()) == {}
+    paths = (
+        settings.kubeconfig,
+        settings.leases_path,
+        settings.cocoon_net_control_socket,
+        settings.cocoon_bin,
+        settings.cocoon_macos_bin,
+        settings.cocoon_root_dir,
+    )
+    assert all(path.startswith("/run/playground") for path in paths)
+
+
+# Orders by annotation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("silent", {"echo": False}),
+        (" speaking ", {"echo": True}),
+        ("crash", {"crash": True}),
+        ("renew", {"renew": True}),
+        ("open 3389", {"open": 3389}),
+        ("close 22", {"close": 22}),
+        ("banner SSH-2.0-Other x", {"banner": "SSH-2.0-Other x"}),
+        ("no-banner", {"banner": None}),
+    ],
+)
+def test_an_order_is_a_word_or_two(words, command):
+    assert parse_order(words) == command
+
+
+@pytest.mark.parametrize("words", ["", "dance", "open", "open ssh", "open -1", "silent 3", "banner"])
+def test_what_is_no_order_is_answered_with_those_there_are(words):
+    with pytest.raises(GuestError, match="there are silent, speaking, crash, renew, no-banner, open PORT"):
+        parse_order(words)
+
+
+def row(order="", name="linux-0"):
+    annotations = {"vm.cocoonstack.io/name": f"vk-default-{name}", "playground/guest": order}
+    return pod_row({"metadata": {"name": name, "namespace": "default", "annotations": annotations}})
+
+
+class Guests:
+    """Records what the guests are told."""
+
+    def __init__(self, monkeypatch):
+        self.told = []
+        self.said = []
+        monkeypatch.setattr(guest_orders, "tell", self.tell)
+        self.orders = GuestOrders(Path("/nowhere"), lambda text, kind: self.said.append((kind, text)))
+
+    def tell(self, home, vm, command):
+        if command == {"close": 1}:
+            raise FileNotFoundError(2, "No such file or directory")
+        self.told.append((vm, command))
+        return {"ip": "10.88.0.5", "echo": False, "ports": [], "banner": None}
+
+
+@pytest.fixture
+def guests(monkeypatch):
+    return Guests(monkeypatch)
+
+
+def test_an_order_is_carried_out_once_for_each_new_value(guests):
+    guests.orders.changed(row(), row("silent"))
+    guests.orders.changed(row("silent"), row("silent"))
+    guests.orders.changed(row("silent"), row("speaking"))
+    guests.orders.changed(row("speaking"), None)
+    guests.orders.changed(None, row("crash", "mac-0"))
+    until(lambda: len(guests.told) == 3)
+    assert guests.told == [
+        ("vk-default-linux-0", {"echo": False}),
+        ("vk-default-linux-0", {"echo": True}),
+        ("vk-default-mac-0", {"crash": True}),
+    ]
+
+
+def test_an_order_is_answered_on_the_screen_whether_it_worked_or_not(guests):
+    for words in ("silent", "dance", "close 1"):
+        guests.orders.changed(row(), row(words))
+    until(lambda: len(guests.said) == 3)
+    assert [kind for kind, _ in guests.said] == ["step", "bad", "bad"]
+    assert guests.said[0][1].startswith('default/linux-0 was told \'silent\' and is now {"ip": "10.88.0.5"')
+    assert "there are" in guests.said[1][1]
+    assert "No such file" in guests.said[2][1]
