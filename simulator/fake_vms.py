@@ -33,7 +33,7 @@ from simulator.clock import VirtualClock
 from simulator.fake_cocoon import FakeCocoon
 from simulator.fake_leases import FakeCocoonNet
 from simulator.fake_macos import QEMU, FakeCocoonMacos
-from simulator.fake_tools import Fault, Killed, Machine, Refusal, Step, Storage, Tool
+from simulator.fake_tools import Failed, Fault, Killed, Machine, Refusal, Step, Storage, Tool
 from vkcocoon_commands import MAX_OUTPUT, CommandError, Completed
 from vkcocoon_net import PingError, PingTimeout, Remaining, is_unicast_ipv4
 from vkcocoon_probes import ProbeTimeout
@@ -131,6 +131,10 @@ class Guest:
         self._banner = text
         if SSH_PORT in self._ports:
             self._ports[SSH_PORT] = text
+
+    def renumber(self, ip: str) -> None:
+        """It takes another address, as after a renewal that brought a new one."""
+        self._use(ip)
 
     def crash(self) -> None:
         """The hypervisor's process dies. Nobody is told."""
@@ -544,9 +548,10 @@ class FakeHost:
         return pid
 
     def power_off(self, pid: int) -> None:
-        if pid in self._by_pid:
-            self.note("host", "power off", self._by_pid[pid].name, {"pid": pid})
-        self.end_process(pid)
+        if guest := self._by_pid.get(pid):
+            self.note("host", "power off", guest.name, {"pid": pid})
+        if guest or self.argv_of(pid)[:1] == (QEMU,):  # never a stranger that was given the pid
+            self.end_process(pid)
 
     def argv_of(self, pid: int) -> tuple[str, ...]:
         process = self._table.get(pid)
@@ -579,6 +584,8 @@ class FakeHost:
             yield from self.cocoon.stream(argv[1:])
         except Refusal as refusal:
             raise CommandError(argv, 1, self.cocoon.complain(str(refusal))) from None
+        except Failed as failure:
+            raise CommandError(argv, failure.outcome.returncode, failure.outcome.stderr) from None
 
     def tcp_accepts(self, ip: str, port: int, deadline: Remaining) -> None:
         """Returns when the guest at `ip` accepts. Raises OSError: refused at once, TimeoutError at the deadline."""

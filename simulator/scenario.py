@@ -361,6 +361,12 @@ def _mac(world: World, pod: str) -> str:
     return world.guest(**_split(pod)).mac
 
 
+def _lease(world: World, pod: str, ip: str) -> None:
+    """The guest gets another address: in the lease file and on its own card."""
+    world.leases.lease(_mac(world, pod), ip)
+    world.guest(**_split(pod)).renumber(ip)
+
+
 def _lease_file(world: World, how: str) -> None:
     if how == "missing":
         world.leases.forget_file()
@@ -391,7 +397,7 @@ _VERBS: Mapping[str, Verb] = {
     "open": Verb(("pod", "port"), lambda world, pod, port: world.guest(**_split(pod)).open(port)),
     "close": Verb(("pod", "port"), lambda world, pod, port: world.guest(**_split(pod)).close(port)),
     "banner": Verb(("pod", "text"), lambda world, pod, text: world.guest(**_split(pod)).banner(text)),
-    "lease": Verb(("pod", "ip"), lambda world, pod, ip: world.leases.lease(_mac(world, pod), ip)),
+    "lease": Verb(("pod", "ip"), _lease),
     "lose_lease": Verb(("pod",), lambda world, pod: world.leases.release(_mac(world, pod))),
     "delete": Verb(("pod",), lambda world, pod: world.delete_pod(**_split(pod))),
     "hibernate": Verb(("pod",), lambda world, pod: world.annotate(**_split(pod), hibernate="true")),

@@ -101,6 +101,7 @@ class World:
 
     def __enter__(self) -> World:
         self.start()
+        self.run(0)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -109,11 +110,10 @@ class World:
     # --- the daemon -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Start the daemon, and let happen what happens at this instant."""
+        """Start the daemon; it runs with the clock."""
         self.daemon = Daemon(self.settings, self._ports())
         self.timeline.record("daemon", "start", NODE)
         self.daemon.start()
-        self.run(0)
 
     def stop(self) -> None:
         """Stop the daemon as SIGTERM does; VMs, leases and Kubernetes go on."""
