@@ -220,7 +220,7 @@ def simulate(scenario: str, **options: Any) -> None:
     import vkcocoon_logs
     from simulator import scenario as simulation
 
-    vkcocoon_logs.configure("warning", "text")
+    vkcocoon_logs.configure("error", "text")  # what goes wrong in a scenario is its purpose, and in its event log
     sys.exit(simulation.main(path, **options))
 
 

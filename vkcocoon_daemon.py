@@ -32,6 +32,7 @@ from vkcocoon_node import NodeController
 from vkcocoon_pods import PodController
 from vkcocoon_probes import SystemClock, spawn
 from vkcocoon_settings import Settings
+from vkcocoon_systemd import Systemd
 from vkcocoon_vms import CocoonCLI, CocoonMacosCLI, CommandError
 
 __all__ = ["Daemon", "real_ports", "serve"]
@@ -125,6 +126,7 @@ def serve(settings: Settings) -> int:
     checks = [Check("started", lambda: "" if daemon.started.is_set() else "start-up has not finished")]
     server = MetricsServer(settings.metrics_addr, ports.metrics, checks, clock=ports.clock)
     monitor = HubMonitor(ports.clock, ports.metrics)
+    systemd = Systemd(ports.clock, started=daemon.started.is_set, describe=ports.metrics.describe_pods)
     asked = Event()
     # Handlers only set an event: they run in the hub, where nothing may block.
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -132,12 +134,15 @@ def serve(settings: Settings) -> int:
     log.info("starting", version=__version__, node=settings.node_name, address=settings.node_ip)
     server.start()
     monitor.start()
+    systemd.start()
     daemon.start()
     asked.wait()
     log.info("stopping")
+    systemd.stopping()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
     daemon.close()
+    systemd.close()
     monitor.close()
     server.close()
     return 0

@@ -140,6 +140,11 @@ class Metrics:
         """Where the pods are counted at each scrape; `source` must not switch greenlets."""
         self._pods.source = source
 
+    def describe_pods(self) -> str:
+        """How many pods there are and how many of them are ready, for a status line."""
+        ready = [pod.ready for pod in self._pods.source()]
+        return f"{len(ready)} pod{'' if len(ready) == 1 else 's'}, {sum(ready)} ready"
+
     def degraded(self, degraded: bool) -> None:
         """Whether the pinger is degraded (I3)."""
         self._degraded.set(degraded)

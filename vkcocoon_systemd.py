@@ -25,20 +25,28 @@ log = structlog.get_logger("vkcocoon.systemd")
 
 # How often the status line is renewed when there is no watchdog that asks for more.
 STATUS_PERIOD = 10.0
+# How late "ready" may be: nothing waits for it but other units.
+STARTED_PERIOD = 1.0
 
 
 class Systemd:
-    """The service manager, or nobody. `alive` answers "" while all is well, `describe` is the status line."""
+    """The service manager, or nobody.
+
+    `started` tells when to say "ready", `alive` answers "" while all is well, `describe` is the status line. All three
+    only read memory.
+    """
 
     def __init__(
         self,
         clock: Clock,
         *,
+        started: Callable[[], bool],
         alive: Callable[[], str] = str,
         describe: Callable[[], str] = str,
         environ: Mapping[str, str] = os.environ,
     ) -> None:
         self._clock = clock
+        self._started = started
         self._alive = alive
         self._describe = describe
         self._address = _address(environ.get("NOTIFY_SOCKET", ""))
@@ -47,12 +55,9 @@ class Systemd:
         self._group = gevent.pool.Group()
 
     def start(self) -> None:
-        """Begin to pulse; start-up may take long, so this comes before it."""
+        """Begin to pulse; may be called before what takes long at the start."""
         if self._address:
             spawn(self._group, "systemd pulse", self._run)
-
-    def ready(self) -> None:
-        self._send("READY=1", f"STATUS={self._describe()}")
 
     def stopping(self) -> None:
         """From now on systemd waits for our end; the pulse goes on, because stopping may hang too."""
@@ -63,12 +68,19 @@ class Systemd:
         self._group.join()
 
     def _run(self) -> None:
+        while not self._started():
+            if self._clock.wait(self._stop, STARTED_PERIOD):
+                return
+        self._send("READY=1", f"STATUS={self._describe()}")
         while not self._clock.wait(self._stop, self._period):
-            if trouble := self._alive():
-                log.error("Not well; the watchdog gets no pulse", trouble=trouble)
-                self._send(f"STATUS={trouble}")
-            else:
-                self._send("WATCHDOG=1", f"STATUS={self._describe()}")
+            self._pulse()
+
+    def _pulse(self) -> None:
+        if trouble := self._alive():
+            log.error("Not well; the watchdog gets no pulse", trouble=trouble)
+            self._send(f"STATUS={trouble}")
+        else:
+            self._send("WATCHDOG=1", f"STATUS={self._describe()}")
 
     def _send(self, *assignments: str) -> None:
         if not self._address:

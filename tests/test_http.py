@@ -109,6 +109,14 @@ class TestMetrics:
         found = {key: value for key, value in samples(serve(metrics)).items() if key[0] == "cocoon_vk_pods_waiting"}
         assert found == {("cocoon_vk_pods_waiting", (("reason", "PingTimeout"),)): 1}
 
+    @pytest.mark.parametrize(
+        ("ready", "line"),
+        [([], "0 pods, 0 ready"), ([True], "1 pod, 1 ready"), ([True, False, True], "3 pods, 2 ready")],
+    )
+    def test_a_status_line_counts_pods(self, metrics, ready, line):
+        metrics.pods_from(lambda: [Pod("linux", one) for one in ready])
+        assert metrics.describe_pods() == line
+
     def test_a_pod_that_is_gone_is_gone_from_the_next_scrape(self, serve, metrics):
         pods = [Pod("windows", True)]
         metrics.pods_from(lambda: pods)
