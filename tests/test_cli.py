@@ -279,6 +279,15 @@ finally:
             ("info", "hello"),
         ]
 
+    def test_the_run_shown_in_the_readme_is_what_one_sees(self):
+        command, *picture = re.search(r"```\n\$ (.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[1].splitlines()
+        name, *arguments = command.split()
+        assert name == ".venv/bin/vk-cocoon"
+        ended = process(*arguments)
+        assert ended.returncode == 0
+        assert [line for line in ended.stdout.splitlines() if not line.startswith("digest:")] == picture
+        assert ended.stderr == ""
+
     def test_a_closed_pipe_is_no_crash(self):
         code = """
 import os
