@@ -414,6 +414,7 @@ class FakeCocoon(Tool):
                 call.reach(Step.MIDDLE)
             self.host.power_off(record["pid"])
             call.reach(Step.LATE)
+            self.host.storage.delete(_run_key(record))
             with self._vms() as vms:
                 vms.pop(identifier, None)
 
@@ -625,7 +626,7 @@ class FakeCocoon(Tool):
     def stream(self, arguments: Sequence[str]) -> Iterator[str]:
         """`vm status --event --format json`: its lines, until it ends. Faults of "vm status" strike before the first.
 
-        Raises Refusal, and what the host interrupts it with.
+        Raises Refusal, Failed, and what the host interrupts it with.
         """
         parsed = self.begin_stream(arguments)
         interval = parsed["interval"] or self.event_interval_s
@@ -641,7 +642,7 @@ class FakeCocoon(Tool):
                 self.host.sleep(self.event_debounce_s)
 
     def begin_stream(self, arguments: Sequence[str]) -> Parsed:
-        """Reads the arguments of a subscription and lets the faults of "vm status" strike. Raises Refusal."""
+        """Reads the arguments of a subscription and lets the faults of "vm status" strike. Raises Refusal, Failed."""
         parsed, call = self.begin(arguments)
         if parsed.verb.name != "vm status" or not parsed["event"]:
             raise Refusal("status: not an event stream")
@@ -725,7 +726,7 @@ class FakeCocoon(Tool):
         return {**first, **middle, **{key: value for key, value in rest.items() if value not in ([], {})}}
 
     def _run_directory(self, record: Record) -> str:
-        return f"{self.host.root}/run/{DIRECTORIES[record['hypervisor']]}/{record['id']}"
+        return f"{self.host.root}/{_run_key(record)}"
 
     def _netns(self, record: Record) -> str:
         return f"/var/run/netns/cocoon-{record['id']}"
@@ -755,6 +756,10 @@ def _size(text: str, flag: str, least: int, default: int) -> int:
     if size < least:
         raise Refusal(f"--{flag} must be at least {least // UNITS['M']}M")
     return size
+
+
+def _run_key(record: Record) -> str:
+    return f"run/{DIRECTORIES[record['hypervisor']]}/{record['id']}"
 
 
 def _shown_snapshot(snapshot: Record) -> Record:

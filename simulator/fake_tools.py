@@ -22,6 +22,8 @@ from random import Random
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
 
 __all__ = [
+    "Call",
+    "Failed",
     "Fault",
     "Faults",
     "Gate",
@@ -353,8 +355,8 @@ class Faults:
         return struck
 
 
-class _Failed(Exception):
-    """A fault ends the call here with this outcome."""
+class Failed(Exception):
+    """A fault ends the call here, with this outcome."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome.stderr)
@@ -451,7 +453,7 @@ class Tool:
             outcome = self.perform(parsed, call)
             call.reach(Step.AFTER)
             return call.garbled(outcome)
-        except _Failed as failure:
+        except Failed as failure:
             return failure.outcome
         except Refusal as refusal:
             return Outcome(1, "", self.complain(str(refusal)))
@@ -512,7 +514,7 @@ class Call:
             if fault.kill:
                 self._host.die()
             if fault.returncode:
-                raise _Failed(Outcome(fault.returncode, fault.stdout or "", fault.stderr + "\n"))
+                raise Failed(Outcome(fault.returncode, fault.stdout or "", fault.stderr + "\n"))
 
     def garbled(self, outcome: Outcome) -> Outcome:
         """What the call would have printed, or what a fault has it print."""
