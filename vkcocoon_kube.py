@@ -191,15 +191,19 @@ class HttpKubeApi:
     Raises `KubeconfigError` when there is nothing to load.
     """
 
-    def __init__(self, kubeconfig: str = "", *, user_agent: str = "vk-cocoon") -> None:
+    def __init__(
+        self, kubeconfig: str = "", *, user_agent: str = "vk-cocoon", read_s: float = READ_S, call_s: float = CALL_S
+    ) -> None:
         self._kubeconfig = kubeconfig
         self._user_agent = user_agent
+        self._read_s = read_s
+        self._call_s = call_s
         self._clock = SystemClock()
         self._client = self._load()
 
     def separate(self) -> HttpKubeApi:
         """The same API over connections of its own, for callers that must not wait behind others."""
-        return HttpKubeApi(self._kubeconfig, user_agent=self._user_agent)
+        return HttpKubeApi(self._kubeconfig, user_agent=self._user_agent, read_s=self._read_s, call_s=self._call_s)
 
     def close(self) -> None:
         self._client.rest_client.close()
@@ -260,7 +264,7 @@ class HttpKubeApi:
                 yield from _json_lines(response.stream(1 << 16, decode_content=True))
 
     def _call(self, verb: str, path: str, *, query: Object | None = None, body: Any = None, **how: Any) -> Object:
-        with self._failures(), self._clock.timeout(CALL_S):
+        with self._failures(), self._clock.timeout(self._call_s):
             response = self._open(verb, path, query=query, body=body, **how)
             try:
                 answer = json.loads(response.data)
@@ -290,7 +294,7 @@ class HttpKubeApi:
         query: Object | None = None,
         body: Any = None,
         content_type: str = "application/json",
-        read_s: float = READ_S,
+        read_s: float = 0.0,
     ) -> Any:
         headers = {"Accept": "application/json"}
         if body is not None:
@@ -299,7 +303,7 @@ class HttpKubeApi:
         request = client.param_serialize(
             verb, path, query_params=given, header_params=headers, body=body, auth_settings=["BearerToken"]
         )
-        response = self._transport(client, request, read_s)
+        response = self._transport(client, request, read_s or self._read_s)
         if not 200 <= response.status <= 299:
             raise _refusal(response)
         return response
@@ -318,16 +322,17 @@ class HttpKubeApi:
         from kubernetes.client import ApiClient, Configuration
 
         config: Any = untyped
+        files = self._kubeconfig or _default_kubeconfig()
 
         settings = Configuration()
         settings.retries = False  # ours are visible and know what they repeat
         settings.connection_pool_maxsize = POOL_SIZE
         try:
-            if files := self._kubeconfig or _default_kubeconfig():
+            if files:
                 config.load_kube_config(files, client_configuration=settings)
             else:
                 config.load_incluster_config(client_configuration=settings)
-        except (config.ConfigException, OSError, ValueError) as error:
+        except Exception as error:  # the loader raises what its parsers and plugins raise
             raise KubeconfigError(f"{files or 'no kubeconfig, and no service account'}: {error}") from error
         client = ApiClient(settings)
         client.user_agent = self._user_agent
@@ -351,7 +356,7 @@ class HttpKubeApi:
         try:
             yield
         except ProbeTimeout as error:
-            raise ApiError(0, "Timeout", f"no complete answer within {CALL_S:g} s") from error
+            raise ApiError(0, "Timeout", f"no complete answer within {self._call_s:g} s") from error
         except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
             raise ApiError(0, type(error).__name__, str(error)) from error
         except ValueError as error:  # not JSON, not UTF-8
