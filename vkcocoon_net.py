@@ -333,8 +333,8 @@ _ERRORS = {3: ping3.enums.IcmpV4DestinationUnreachableCode, 11: ping3.enums.Icmp
 _SOL_RAW, _ICMP_FILTER = 255, 1
 _SO_ATTACH_FILTER, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 26, 32, 33
 
-# Thousands of echoes at once fit. The send buffer counts as well: an echo to a silent neighbor stays in it for the
-# three seconds ARP keeps trying, and with the default size some hundred dead guests stop the echoes to living ones.
+# Thousands of echoes at once fit. The send buffer counts as well: an echo to a guest that is off stays in it while ARP
+# asks for three seconds, and once those fill it, the kernel refuses the echoes to living guests too.
 _BUFFER_BYTES = 4 << 20
 # One drain ends after so many packets, so that a flood of foreign errors cannot hold the hub.
 _DRAIN_PACKETS = 512
@@ -439,7 +439,7 @@ class IcmpPinger:
             raise PingTimeout(f"no time left to ping {ip}")
         echo = self._register(ip)
         try:
-            sent = self._send(echo, deadline)
+            sent = self._send(echo)
             self._drain()  # in a burst the answers of those before us fill the buffer while we all send
             if not echo.done.wait(max(0.0, deadline.remaining())):
                 self._drain()  # the hub may be late; what lies in the buffer has arrived
@@ -472,20 +472,15 @@ class IcmpPinger:
         echo = self._pending[self._sequence] = _Echo(ip, self._sequence)
         return echo
 
-    def _send(self, echo: _Echo, deadline: Remaining) -> float:
+    def _send(self, echo: _Echo) -> float:
         """Hand the echo to the kernel; the instant that happened. A refusal fails this echo and nothing else (I2)."""
         request = _echo_request(self._identifier, echo)
+        started = time.monotonic()  # noqa: TID251  a real packet leaves in real time
         try:
-            while True:
-                started = time.monotonic()  # noqa: TID251  a real packet leaves in real time
-                with suppress(BlockingIOError):
-                    self._socket.sendto(request, (echo.ip, 0))
-                    return started
-                gevent.socket.wait_write(self._socket.fileno(), max(0.0, deadline.remaining()))
-        except TimeoutError:
-            raise PingError("the send buffer stayed full") from None
+            self._socket.sendto(request, (echo.ip, 0))
         except OSError as error:
             raise PingError(f"cannot send to {echo.ip}: {error.strerror}") from error
+        return started
 
     def _drain(self) -> None:
         """Take what has arrived and wake those it answers. Runs in the hub too: it never switches and never raises."""
