@@ -20,17 +20,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from simulator.fake_kube_faults import Failure, Gate, Hold, Match, Request
-from simulator.fake_kube_resources import Target, bad_request, method_not_allowed, parse_path
-from simulator.fake_kube_selectors import selector
-from simulator.fake_kube_store import PLAIN, Change, DeleteOptions, Store, WriteOptions
+from simulator.fake_kube_resources import Target, method_not_allowed, parse_path
+from simulator.fake_kube_selectors import Selector, selector
+from simulator.fake_kube_store import PLAIN, Change, DeleteOptions, Store, WriteOptions, revision_of
 from simulator.fake_kube_watch import TornStream, WatchOptions, WatchStream
-from vkcocoon_kube import ApiError, Object, PatchKind
+from vkcocoon_kube import READ_S, WATCH_READ_S, ApiError, Object, PatchKind
 from vkcocoon_probes import Clock
 
-__all__ = ["Door", "Failure", "FakeKube", "Hold", "Request", "revision_of"]
+if TYPE_CHECKING:
+    from simulator.fake_kube_http import HttpDoor
+
+__all__ = ["Door", "Failure", "FakeKube", "Hold", "Request"]
 
 T = TypeVar("T")
 Record = Callable[[str, str, str, dict[str, Any]], None]
@@ -69,7 +72,8 @@ class Door:
         selects = selector(target.resource, field_selector, label_selector)
 
         def act() -> Object:
-            return self._server.listing(target, self._server.store.list(target, selects, limit=limit, token=continue_))
+            version = (resource_version, "")
+            return self._server.list_page(target, selects, limit=limit, token=continue_, version=version)
 
         return self._perform(Request(self._now(), "LIST", path, None, options | _query(**{"continue": continue_})), act)
 
@@ -151,8 +155,8 @@ class FakeKube(Door):
         self.store = Store(clock, rng or random.Random(0))
         self.store.on_change.append(self._changed)
         self.requests: Requests = []
-        self.client_timeout = 30.0
-        self.client_watch_timeout = 90.0
+        self.client_timeout = READ_S
+        self.client_watch_timeout = WATCH_READ_S
         self.bookmark_interval = 60.0
         self.gone: Literal["event", "http"] = "event"
         self.admin = Door(self, faultless=True)
@@ -170,6 +174,15 @@ class FakeKube(Door):
     @latency.setter
     def latency(self, seconds: float | Callable[[Request], float]) -> None:
         self.gate.latency = seconds
+
+    @property
+    def watch_delay(self) -> float | Callable[[Request], float]:
+        """How long events take to reach a watch, in seconds, or a function of the watch's ``Request``."""
+        return self.gate.watch_delay
+
+    @watch_delay.setter
+    def watch_delay(self, seconds: float | Callable[[Request], float]) -> None:
+        self.gate.watch_delay = seconds
 
     @property
     def down(self) -> bool:
@@ -207,11 +220,29 @@ class FakeKube(Door):
         for stream in self._streams:
             stream.cut(torn=mid_line)
 
+    def inject(self, event: Object) -> None:
+        """Send something of one's own to all open watches, between the real events: an ERROR, say."""
+        for stream in self._streams:
+            stream.inject(event)
+
+    def freeze_cache(self, frozen: bool = True) -> None:
+        """Let lists that accept any version (resourceVersion "0") answer with what is there now, until undone."""
+        if frozen:
+            self.store.freeze()
+        else:
+            self.store.thaw()
+
     def expire_history(self) -> None:
         """Forget the past: every version and continue token handed out so far is too old, for all but open watches."""
         self.store.expire_history()
         for stream in self._streams:
             stream.skip_to(self.store.revision)
+
+    def serve(self, listener: Any = ("127.0.0.1", 0)) -> HttpDoor:
+        """Open the HTTP door on an address or a listening socket; needs a clock of real time."""
+        from simulator.fake_kube_http import HttpDoor
+
+        return HttpDoor(self, listener)
 
     # For the doors ---------------------------------------------------------------------------------------------------
 
@@ -228,9 +259,15 @@ class FakeKube(Door):
                 self._record("kube", "refused", str(request), {"status": error.status, "reason": error.reason})
             raise
 
-    def listing(self, target: Target, page: Object) -> Object:
-        """A page of the store as the List object of its kind."""
+    def list_page(
+        self, target: Target, selects: Selector, *, limit: int, token: str, version: tuple[str, str]
+    ) -> Object:
+        """One page of a list; ``version`` is its resourceVersion and resourceVersionMatch, "" when not given."""
         resource = target.resource
+        if target.name or "list" not in resource.verbs:
+            raise method_not_allowed(target)
+        self.store.check_version(*version)
+        page = self.store.list(target, selects, limit=limit, token=token, any_version=version[0] == "0")
         return {"kind": f"{resource.kind}List", "apiVersion": resource.api_version, **page}
 
     def post(self, target: Target, body: Object, options: WriteOptions = PLAIN) -> Object:
@@ -312,15 +349,6 @@ class _Reading:
 
 Requests = list[Request]
 Streams = list[WatchStream]
-
-
-def revision_of(text: str) -> int | None:
-    """The resourceVersion of a watch: None for "" and "0", which mean "from what there is now"."""
-    if text in ("", "0"):
-        return None
-    if not text.isascii() or not text.isdigit():
-        raise bad_request(f'Invalid value: "{text}": strconv.ParseUint: parsing "{text}": invalid syntax')
-    return int(text)
 
 
 def delete_options(body: Any) -> DeleteOptions:

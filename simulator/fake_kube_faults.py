@@ -43,10 +43,15 @@ class Request(NamedTuple):
 
 
 Match = str | Callable[[Request], bool]
+Delay = float | Callable[[Request], float]
 
 
 def _matches(match: Match, request: Request) -> bool:
     return fnmatchcase(str(request), match) if isinstance(match, str) else match(request)
+
+
+def _seconds(delay: Delay, request: Request) -> float:
+    return delay(request) if callable(delay) else delay
 
 
 class Failure:
@@ -101,7 +106,8 @@ class Gate:
 
     def __init__(self, clock: Clock, rng: random.Random | None) -> None:
         self.down = False
-        self.latency: float | Callable[[Request], float] = 0.0
+        self.latency: Delay = 0.0
+        self.watch_delay: Delay = 0.0
         self.failures: list[Failure] = []
         self.holds: list[Hold] = []
         self._clock = clock
@@ -127,7 +133,11 @@ class Gate:
         self.holds = [hold for hold in self.holds if not hold.released.is_set()]
         return next((hold for hold in self.holds if not hold.stored and hold.catches(request)), None)
 
-    def jitter(self) -> float:
+    def event_delay(self, request: Request) -> float:
+        """Seconds until a change reaches the watch that ``request`` opened."""
+        return _seconds(self.watch_delay, request) + self._jitter()
+
+    def _jitter(self) -> float:
         return 0.0 if self._rng is None else self._rng.uniform(0, _JITTER_S)
 
     def _refuse_when_down(self) -> None:
@@ -135,8 +145,7 @@ class Gate:
             raise ApiError(0, "ConnectionRefused", "the API server does not answer: connection refused")
 
     def _travel(self, request: Request) -> None:
-        latency = self.latency(request) if callable(self.latency) else self.latency
-        seconds = latency / 2 + self.jitter()
+        seconds = _seconds(self.latency, request) / 2 + self._jitter()
         if seconds > 0:
             self._clock.sleep(seconds)
 

@@ -41,10 +41,11 @@ from simulator.fake_kube_schema import DecodeError, decode
 from simulator.fake_kube_selectors import Selector
 from vkcocoon_probes import Clock
 
-__all__ = ["GRACEFUL", "PLAIN", "Change", "DeleteOptions", "PatchKind", "Store", "WriteOptions"]
+__all__ = ["GRACEFUL", "PLAIN", "Change", "DeleteOptions", "PatchKind", "Store", "WriteOptions", "revision_of"]
 
 Object = dict[str, Any]
 Objects = list[Object]
+ObjectsByKey = dict[tuple[str, str], Object]
 PatchKind = Literal["strategic", "merge", "json", "apply"]
 
 _NAMESPACES = ("default", "kube-node-lease", "kube-public", "kube-system")
@@ -70,15 +71,20 @@ class Change(NamedTuple):
 
 
 Changes = list[Change]
+Strings = list[str]
 Listeners = list[Callable[[Target, Change], None]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteOptions:
-    """``field_validation``: what happens to unknown fields: "Ignore", "Warn" (both drop them) or "Strict" (400)."""
+    """``field_validation``: unknown fields are dropped ("Ignore", "Warn") or refused ("Strict", 400).
+
+    The paths of those dropped are added to ``unknown``, when the caller wants to know.
+    """
 
     dry_run: bool = False
     field_validation: str = "Warn"
+    unknown: Strings | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +103,7 @@ GRACEFUL = DeleteOptions()
 class _Collection:
     """The objects of one resource and what happened to them, oldest first; nothing at or before ``floor`` is known."""
 
-    objects: dict[tuple[str, str], Object] = field(default_factory=dict)
+    objects: ObjectsByKey = field(default_factory=dict)
     history: list[Change] = field(default_factory=list)
     floor: int = 0
 
@@ -112,6 +118,7 @@ class Store:
         self._clock = clock
         self._rng = rng
         self._collections: dict[Resource, _Collection] = {resource: _Collection() for resource in RESOURCES}
+        self._frozen: tuple[int, dict[Resource, ObjectsByKey]] | None = None
         self._pages: OrderedDict[tuple[Resource, str, int], Objects] = OrderedDict()
         for name in _NAMESPACES:
             self.create(_namespace(name), {"metadata": {"name": name}})
@@ -127,9 +134,14 @@ class Store:
     def find(self, target: Target) -> Object | None:
         return self._collections[target.resource].objects.get(target.key)
 
-    def list(self, target: Target, selects: Selector, *, limit: int = 0, token: str = "") -> Object:
-        """One page: ``{"metadata": {...}, "items": [...]}``; later pages show the state of the first one."""
-        revision, start, candidates = self._page(target, token)
+    def list(
+        self, target: Target, selects: Selector, *, limit: int = 0, token: str = "", any_version: bool = False
+    ) -> Object:
+        """One page: ``{"metadata": {...}, "items": [...]}``; later pages show the state of the first one.
+
+        ``any_version`` takes what a lagging cache has.
+        """
+        revision, start, candidates = self._page(target, token, any_version)
         items = [obj for obj in candidates if (start is None or _key(obj) > start) and selects(obj)]
         metadata: Object = {"resourceVersion": str(revision)}
         if limit and len(items) > limit:
@@ -139,7 +151,26 @@ class Store:
             self._keep_page(target, revision, candidates)
         return {"metadata": metadata, "items": items}
 
-    def _page(self, target: Target, token: str) -> tuple[int, tuple[str, str] | None, Objects]:
+    def check_version(self, version: str, match: str) -> None:
+        """Raise what a server answers to a list that asks for a version it does not have."""
+        if version in ("", "0"):
+            return
+        wanted = revision_of(version) or 0
+        if wanted > self.revision:
+            cause = {"reason": "ResourceVersionTooLarge", "message": "Too large resource version"}
+            message = f"Timeout: Too large resource version: {wanted}, current: {self.revision}"
+            raise Refusal(504, "Timeout", message, {"causes": [cause], "retryAfterSeconds": 1})
+        if match == "Exact" and wanted < self.revision:
+            raise expired("The provided resource version is too old")
+
+    def freeze(self) -> None:
+        """Keep what a cache that lags behind would answer to a list that takes any version, until ``thaw``."""
+        self._frozen = self.revision, {resource: dict(kept.objects) for resource, kept in self._collections.items()}
+
+    def thaw(self) -> None:
+        self._frozen = None
+
+    def _page(self, target: Target, token: str, any_version: bool) -> tuple[int, tuple[str, str] | None, Objects]:
         if token:
             revision, start = _decode_token(token)
             kept = self._pages.get((target.resource, target.namespace, revision))
@@ -150,9 +181,11 @@ class Store:
                     " the remainder of the results."
                 )
             return revision, start, kept
-        objects = self._collections[target.resource].objects
+        revision, objects = self.revision, self._collections[target.resource].objects
+        if any_version and self._frozen is not None:
+            revision, objects = self._frozen[0], self._frozen[1][target.resource]
         wanted = [obj for key, obj in sorted(objects.items()) if target.namespace in ("", key[0])]
-        return self.revision, None, wanted
+        return revision, None, wanted
 
     def _keep_page(self, target: Target, revision: int, candidates: Objects) -> None:
         self._pages[target.resource, target.namespace, revision] = candidates
@@ -287,6 +320,8 @@ class Store:
             new, unknown = decode(resource.kind, body)
         except DecodeError as error:
             raise _cannot_handle(resource, str(error)) from None
+        if options.unknown is not None:
+            options.unknown.extend(unknown)
         if unknown and options.field_validation == "Strict":
             fields = ", ".join(f'unknown field "{path}"' for path in unknown)
             raise _cannot_handle(resource, f"strict decoding error: {fields}")
@@ -412,6 +447,15 @@ class Store:
 
     def _timestamp(self) -> str:
         return _text(self._clock.now())
+
+
+def revision_of(text: str) -> int | None:
+    """The resourceVersion of a watch or a list: None for "" and "0", which mean "what there is now"."""
+    if text in ("", "0"):
+        return None
+    if not text.isascii() or not text.isdigit():
+        raise bad_request(f'Invalid value: "{text}": strconv.ParseUint: parsing "{text}": invalid syntax')
+    return int(text)
 
 
 def _namespace(name: str) -> Target:

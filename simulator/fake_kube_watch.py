@@ -61,6 +61,7 @@ class WatchStream:
         self._gate = gate
         self._selects = selects
         self._cut = ""
+        self._injected: list[Object] = []
         self._idle = False
         self._heard = 0.0
 
@@ -73,6 +74,11 @@ class WatchStream:
     def cut(self, *, torn: bool) -> None:
         """End the stream at its next step: cleanly, or in the middle of a line."""
         self._cut = "torn" if torn else "clean"
+        self.wake.set()
+
+    def inject(self, event: Object) -> None:
+        """Say ``event`` at the next step, whatever it is."""
+        self._injected.append(event)
         self.wake.set()
 
     def skip_to(self, revision: int) -> None:
@@ -98,6 +104,8 @@ class WatchStream:
         while not self._ended():
             self._stay_silent_while_held(options.silence)
             self.wake.clear()
+            while self._injected:
+                yield self._injected.pop(0)
             try:
                 changes = self._store.changes_after(self.target.resource, self.cursor)
             except Refusal as error:
@@ -122,7 +130,7 @@ class WatchStream:
             yield {"type": "ADDED", "object": obj}
 
     def _deliver(self, changes: list[Change]) -> Iterator[Object]:
-        delay = self._gate.jitter()
+        delay = self._gate.event_delay(self.request)
         if delay > 0:
             self._clock.sleep(delay)
         for change in changes:
