@@ -1,4 +1,4 @@
-"""ICMP packets made by hand, and a piece of network made for one test.
+"""Deadlines, ICMP packets made by hand, and a piece of network made for one test.
 
 The packet half knows nothing of ping3 or of our own code, so that a mistake there is not repeated here.
 
@@ -14,6 +14,7 @@ import socket
 import struct
 import subprocess
 import sys
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -23,6 +24,29 @@ import pytest
 HOST = "10.88.0.1"
 ETH_P_IP = 0x0800
 ROOT = Path(__file__).resolve().parent.parent
+
+# Deadlines ------------------------------------------------------------------------------------------------------------
+
+
+class Within:
+    """A real deadline."""
+
+    def __init__(self, seconds):
+        self._end = time.monotonic() + seconds  # noqa: TID251  real sockets need real time
+
+    def remaining(self):
+        return self._end - time.monotonic()  # noqa: TID251  real sockets need real time
+
+
+class Left:
+    """A deadline that says what it is told to."""
+
+    def __init__(self, *seconds):
+        self._seconds = list(seconds)
+
+    def remaining(self):
+        return self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
+
 
 # Packets --------------------------------------------------------------------------------------------------------------
 

@@ -14,32 +14,13 @@ import pytest
 from gevent import socket
 from gevent.event import Event
 from gevent.server import StreamServer
+from network_rig import Left, Within
 
 import vkcocoon_net
 from vkcocoon_net import ssh_banner, tcp_accepts
 
 HERE = "127.0.0.11"
 BANNER = "SSH-2.0-OpenSSH_9.9"
-
-
-class Within:
-    """A real deadline."""
-
-    def __init__(self, seconds):
-        self._end = time.monotonic() + seconds  # noqa: TID251  real sockets need real time
-
-    def remaining(self):
-        return self._end - time.monotonic()  # noqa: TID251  real sockets need real time
-
-
-class Left:
-    """A deadline that says what it is told to."""
-
-    def __init__(self, *seconds):
-        self._seconds = list(seconds)
-
-    def remaining(self):
-        return self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
 
 
 def silent(connection):

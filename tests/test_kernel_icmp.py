@@ -21,6 +21,7 @@ from network_rig import (
     ROOT,
     Cable,
     Firewall,
+    Within,
     flood,
     in_own_network,
     ip,
@@ -32,16 +33,6 @@ from network_rig import (
 from vkcocoon_net import IcmpPinger, PingError, PingTimeout, open_pinger
 
 LIVING, DEAD = "127.0.0.11", "198.51.100.55"
-
-
-class Within:
-    """A real deadline."""
-
-    def __init__(self, seconds):
-        self._end = time.monotonic() + seconds  # noqa: TID251  real packets need real time
-
-    def remaining(self):
-        return self._end - time.monotonic()  # noqa: TID251  real packets need real time
 
 
 def alive(pinger, address, seconds=10.0):
@@ -117,7 +108,7 @@ def test_the_bound_holds_while_another_program_floods_the_host():
         for _ in range(5):
             before = time.monotonic()  # noqa: TID251  the bound of a real ping
             assert not alive(pinger, DEAD, 0.5)
-            assert 0.5 <= time.monotonic() - before < 0.75  # noqa: TID251  the bound of a real ping
+            assert 0.5 <= time.monotonic() - before < 1.0  # noqa: TID251  the bound of a real ping
             assert alive(pinger, LIVING)
 
 

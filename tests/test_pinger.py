@@ -12,23 +12,13 @@ import socket
 import gevent
 import pytest
 from gevent.event import Event
-from network_rig import Echo, checksum, icmp, ip_packet
+from network_rig import Echo, Left, checksum, icmp, ip_packet
 
 import vkcocoon_net
 from vkcocoon_net import IcmpPinger, NopPinger, PingError, PingTimeout, open_pinger
 
 GUEST, OTHER = "10.88.0.10", "10.88.0.11"
 IDENTIFIER = 0xBEEF
-
-
-class Left:
-    """A deadline that says what it is told to."""
-
-    def __init__(self, *seconds):
-        self._seconds = list(seconds)
-
-    def remaining(self):
-        return self._seconds.pop(0) if len(self._seconds) > 1 else self._seconds[0]
 
 
 LONG, NOW = Left(30.0), Left(30.0, 0.0)  # NOW: time to send and then no time to wait
