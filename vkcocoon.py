@@ -24,9 +24,8 @@ if _LOADED_TOO_EARLY and not monkey.is_module_patched("socket"):
     raise ImportError(f"import vkcocoon before {', '.join(_LOADED_TOO_EARLY)}: it makes blocking calls cooperative")
 monkey.patch_all()
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager, suppress
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -62,6 +61,7 @@ from vkcocoon_status import (
     IntentState,
     NotOurs,
     Reason,
+    copied,
     pod_key,
 )
 from vkcocoon_tracking import Notify, Pod, PodTable, Publication, Report, TrackedPod
@@ -190,20 +190,24 @@ class Provider:
         entry = self._pods.find(f"{namespace}/{name}")
         if entry is None:
             return None
-        pod = deepcopy(entry.pod)
+        pod = copied(entry.pod)
         if entry.status is not None:
-            pod["status"] = deepcopy(dict(entry.status))
+            pod["status"] = copied(dict(entry.status))
         return pod
 
     def get_pod_status(self, namespace: str, name: str) -> dict[str, Any] | None:
         """The status published last, or None for a pod we do not hold."""
         pod = self.get_pod(namespace, name)
-        return None if pod is None else pod.get("status") or {}
+        return None if pod is None else dict(pod.get("status") or {})
 
     def get_pods(self) -> list[Pod]:
         """Copies of all pods we hold."""
         keys = [entry.key.partition("/") for entry in self._pods if self._pods.current(entry)]
         return [pod for namespace, _, name in keys if (pod := self.get_pod(namespace, name)) is not None]
+
+    def uids(self) -> Set[str]:
+        """The UIDs of the pods we hold."""
+        return self._pods.uids()
 
     def knows(self, uid: str) -> bool:
         """Do we hold this incarnation?"""

@@ -17,9 +17,11 @@ import io
 import os
 import platform
 import socket
+from bisect import bisect_left
 from collections import Counter as CountOf
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, Protocol
 
 import gevent.event
@@ -28,7 +30,8 @@ import gevent.pywsgi
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import make_wsgi_app
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.utils import floatToGoString
 
 from vkcocoon_probes import Clock, ProbeTimeout, SystemClock, spawn
 
@@ -100,6 +103,50 @@ class _PodCollector:
         return pods, waiting
 
 
+class _Tally:
+    """The numbers of one histogram. The library's own takes a lock for each, which a probe would pay several times
+    over; here every number changes between two switches of greenlets, so none is needed."""
+
+    def __init__(self, buckets: Sequence[float]) -> None:
+        self._bounds = tuple(buckets)
+        self._counts = [0] * (len(buckets) + 1)
+        self._sum = 0.0
+
+    def add(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def cumulative(self) -> tuple[list[tuple[str, float]], float]:
+        """The buckets as the exposition writes them, and the sum of all values."""
+        bounds = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
+
+
+class _ProbeCollector:
+    """What probes found and how long they took: counted thousands of times a second, rendered when asked."""
+
+    def __init__(self) -> None:
+        self._seconds = {True: _Tally(PROBE_BUCKETS), False: _Tally(PROBE_BUCKETS)}
+        self._lateness = _Tally(LATENESS_BUCKETS)
+        self._reasons: dict[str, int] = {}
+
+    def count(self, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
+        self._seconds[result.ready].add(took_s)
+        self._lateness.add(lateness_s)
+        self._reasons[result.reason] = self._reasons.get(result.reason, 0) + 1
+
+    def collect(self) -> Iterable[Metric]:
+        seconds = HistogramMetricFamily(f"{PREFIX}_probe_duration_seconds", "How long a probe took.", labels=["result"])
+        for ready, tally in self._seconds.items():
+            seconds.add_metric(["ready" if ready else "not_ready"], *tally.cumulative())
+        lateness = HistogramMetricFamily(f"{PREFIX}_probe_lateness_seconds", "How much later than due a probe began.")
+        lateness.add_metric([], *self._lateness.cumulative())
+        probes = CounterMetricFamily(f"{PREFIX}_probes", "Probes, by what they found.", labels=["reason"])
+        for reason, number in sorted(self._reasons.items()):
+            probes.add_metric([str(reason)], number)
+        return seconds, lateness, probes
+
+
 class Metrics:
     """The numbers of one process, in a registry of their own."""
 
@@ -111,13 +158,8 @@ class Metrics:
             version, platform.python_version()
         ).set(1)
         self._degraded = self._gauge("pinger_degraded", "1 while echoes cannot be sent: no CAP_NET_RAW.")
-        self._probe_seconds = self._histogram(
-            "probe_duration_seconds", "How long a probe took.", "result", buckets=PROBE_BUCKETS
-        )
-        self._probes = self._counter("probes", "Probes, by what they found.", "reason")
-        self._lateness = self._histogram(
-            "probe_lateness_seconds", "How much later than due a probe began.", buckets=LATENESS_BUCKETS
-        )
+        self._probes = _ProbeCollector()
+        self.registry.register(self._probes)
         self._flips = self._counter("probe_flips", "Changes of the debounced probe state.", "to")
         self._time_to_ready = self._histogram(
             "time_to_ready_seconds", "From a pod's creation to its first Ready.", "os", buckets=READY_BUCKETS
@@ -151,9 +193,7 @@ class Metrics:
 
     def observe_probe(self, _agent: object, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
         """One finished probe; has the shape of ProbeManager's observer."""
-        self._probe_seconds.labels("ready" if result.ready else "not_ready").observe(took_s)
-        self._probes.labels(result.reason).inc()
-        self._lateness.observe(max(0.0, lateness_s))
+        self._probes.count(result, max(0.0, lateness_s), took_s)
 
     def flip(self, ready: bool) -> None:
         """The debounced state of a pod's probe changed to `ready`."""

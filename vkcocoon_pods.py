@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Protocol
 
 import structlog
@@ -71,6 +71,10 @@ class PodProvider(Protocol):
     def get_pod(self, namespace: str, name: str) -> Object | None: ...
 
     def get_pods(self) -> list[Object]: ...
+
+    def uids(self) -> Set[str]:
+        """The UIDs of the pods it holds; cheap."""
+        ...
 
     def knows(self, uid: str) -> bool:
         """Is there anything (a VM, a claim, work under way) for this UID?"""
@@ -210,10 +214,11 @@ class PodController:
     def _recheck(self) -> None:
         if not self.synced.is_set():
             return
-        for pod in self._provider.get_pods():
+        if not self._provider.uids() <= self._pods.keys():
             # Somebody deleted it while nobody watched.
-            if uid_of(pod) not in self._pods:
-                self._put_first(_Pod(pod, present=False))
+            for pod in self._provider.get_pods():
+                if uid_of(pod) not in self._pods:
+                    self._put_first(_Pod(pod, present=False))
         for record in list(self._pods.values()):
             if record.uid not in self._reflector.objects:
                 record.pod = None

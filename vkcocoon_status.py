@@ -41,6 +41,7 @@ __all__ = [
     "build_pod_status",
     "build_terminal_status",
     "condition_of",
+    "copied",
     "format_time",
     "lifecycle_annotations",
     "pod_key",
@@ -186,6 +187,15 @@ class VMFacts(Protocol):
 
     @property
     def id(self) -> str: ...
+
+
+def copied(value: Any) -> Any:
+    """A copy of plain JSON data that shares nothing mutable with it; several times faster than copy.deepcopy."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value
 
 
 def pod_key(pod: Mapping[str, Any]) -> str:

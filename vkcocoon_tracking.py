@@ -10,8 +10,7 @@ reporting and notifying happen without a switch of greenlets, so a reader never 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from copy import deepcopy
+from collections.abc import Callable, Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -37,6 +36,7 @@ from vkcocoon_status import (
     build_pod_status,
     build_terminal_status,
     condition_of,
+    copied,
     lifecycle_annotations,
     pod_key,
 )
@@ -146,6 +146,9 @@ class PodTable:
 
     def __contains__(self, uid: str) -> bool:
         return uid in self._pods
+
+    def uids(self) -> Set[str]:
+        return self._pods.keys()
 
     def get(self, uid: str) -> TrackedPod | None:
         return self._pods.get(uid)
@@ -290,7 +293,7 @@ class Publication:
         self._report(entry, before or entry.pod.get("status") or {}, status)
         metadata = entry.pod["metadata"]
         identity = {name: metadata[name] for name in ("namespace", "name", "uid") if name in metadata}
-        self.notify({"metadata": {**identity, "annotations": dict(annotations)}, "status": deepcopy(status)})
+        self.notify({"metadata": {**identity, "annotations": dict(annotations)}, "status": copied(status)})
 
     def _report(self, entry: TrackedPod, before: Mapping[str, Any], status: Mapping[str, Any]) -> None:
         """Events for people: describe prints no reasons of conditions, so each change of what a pod waits for is one

@@ -171,7 +171,7 @@ class _Lines(yaml.SafeLoader):
         self.line_of: dict[int, int] = {}
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.MarkedYAMLError(problem=f"{key!r} stands twice", problem_mark=node.start_mark)
@@ -183,7 +183,7 @@ class _Lines(yaml.SafeLoader):
         yield self.construct_mapping(node, deep=True)
 
 
-_Lines.add_constructor("tag:yaml.org,2002:map", _Lines.construct_yaml_map)  # type: ignore[no-untyped-call]
+_Lines.add_constructor("tag:yaml.org,2002:map", _Lines.construct_yaml_map)
 
 
 class _Reader:

@@ -90,9 +90,8 @@ class World:
         self.kube = FakeKube(self.clock, rng=None if seed is None else self.rng("kube"))
         self.kube.store.on_change.append(self._watch_pod)
         self.invariants = Invariants(self.kube.store, self._broken)
-        self.settings = Settings(
-            **{"node_name": NODE, "node_ip": NODE_IP, "leases_path": str(lease_path), "node_pods": 256} | settings
-        )
+        defaults: dict[str, Any] = {"node_name": NODE, "node_ip": NODE_IP, "leases_path": str(lease_path)}
+        self.settings = Settings(**defaults | settings)
         self.daemon: Daemon | None = None
 
     def rng(self, purpose: str) -> random.Random:

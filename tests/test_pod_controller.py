@@ -57,6 +57,9 @@ class ScriptedProvider:
     def get_pod(self, namespace, name):
         return next((copy.deepcopy(pod) for pod in self.pods.values() if pod["metadata"]["name"] == name), None)
 
+    def uids(self):
+        return {pod["metadata"]["uid"] for pod in self.get_pods()}
+
     def get_pods(self):
         return [copy.deepcopy(pod) for pod in self.pods.values()]
 
