@@ -55,7 +55,7 @@ class _Timer:
 
 
 class _VirtualBound(Bound):
-    __slots__ = ("_clock", "_fired", "_timer")
+    __slots__ = ("_clock", "_fired", "_greenlet", "_timer")
 
     def __init__(self, clock: VirtualClock, seconds: float) -> None:
         super().__init__(seconds)
@@ -63,18 +63,17 @@ class _VirtualBound(Bound):
         self._fired = False
 
     def arm(self, seconds: float) -> None:
-        greenlet = gevent.getcurrent()
-
-        def fire(_: object) -> None:
-            # From the hub, as gevent's own timers do: the greenlet is waiting, since nothing can run at this moment.
-            self._fired = True
-            greenlet.throw(self.interrupt)
-
-        self._timer = self._clock._set(seconds, _BOUND, fire)
+        self._greenlet = gevent.getcurrent()
+        self._timer = self._clock._set(seconds, _BOUND, self._fire)
 
     def disarm(self) -> bool:
         self._timer.cancel()
         return self._fired
+
+    def _fire(self, _: object) -> None:
+        # From the hub, as gevent's own timers do: the greenlet is waiting, since nothing can run at this moment.
+        self._fired = True
+        self._greenlet.throw(self.interrupt)
 
 
 class VirtualClock:
@@ -190,7 +189,7 @@ class VirtualClock:
     def _set(self, seconds: float, kind: int, fire: Callable[[Any], object]) -> _Timer:
         timer = _Timer(fire)
         # A positive wait takes at least a microsecond, or a loop over a tiny remainder would never get past it.
-        delay_us = max(microseconds(seconds), 1) if seconds > 0 else 0
+        delay_us = (microseconds(seconds) or 1) if seconds > 0 else 0
         tie = 0.0 if self._rng is None else self._rng.random()
         heapq.heappush(self._heap, (self.now_us + delay_us, kind, tie, next(self._count), timer))
         return timer

@@ -108,8 +108,9 @@ def test_waiting_leaves_nothing_behind_on_the_event(clock, group):
     event = Event()
     clock.wait(event, 0.001)
     spawn(group, "waits", clock.wait, event, 0.001)
-    spawn(group, "is killed", clock.wait, event, 3600).kill(block=False)
+    killed = spawn(group, "is killed", clock.wait, event, 3600)
     clock.sleep(0.005)
+    killed.kill()
     assert event.linkcount() == 0
 
 

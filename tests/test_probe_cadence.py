@@ -4,9 +4,10 @@ Decisions T1 (patience), T2 (fixed delay, no jitter), T3 (pace follows the debou
 """
 
 import pytest
+from gevent.event import Event
 from probe_rig import DOWN, UP, Rig, script
 
-from vkcocoon_probes import Cadence, ProbeManager
+from vkcocoon_probes import Cadence, ProbeManager, SystemClock
 
 FOREVER = float("inf")
 RAMP = [0, 0.1, 0.25, 0.475, 0.8125, 1.31875, 2.078125, 3.078125]
@@ -185,6 +186,23 @@ def test_an_echo_of_a_ready_pod_may_use_the_whole_bound_however_fast_the_pace_is
     rig.start(lambda deadline: patiences.append(deadline.patience) or UP)
     rig.clock.run(2)
     assert patiences == [0.25, 3, 3]
+
+
+def test_the_same_loop_runs_on_the_clocks_of_the_system():
+    """Real time, so only the order is asserted: silent twice, then answering twice, then silent for good."""
+    clock, flipped_down, told, outcomes = SystemClock(), Event(), [], iter("FFSS")
+    manager = ProbeManager(clock, first_pause=0.001, max_pause=0.002, steady_pause=0.003)
+
+    def on_update():
+        told.append(manager.get("pod").ready)
+        if not told[-1]:
+            flipped_down.set()
+
+    manager.start("pod", lambda deadline: UP if next(outcomes, "F") == "S" else DOWN, on_update)
+    assert clock.wait(flipped_down, 30)
+    manager.close()
+    assert told == [True, False]
+    assert "pod" not in manager
 
 
 def test_the_ramp_is_kept_in_whole_microseconds():

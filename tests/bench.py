@@ -1,0 +1,384 @@
+"""What the probing costs, measured: `python -m tests.bench [NAME ...]` prints Markdown tables for docs/benchmarks.md.
+
+Each single measurement runs in a process of its own, so that none inherits the memory, the timers or the warm caches of
+another; tables show the median over several such processes. These are readings, not tests: nothing here fails because a
+machine is slow. Traffic goes to 127/8 only, whose addresses all answer echo; without CAP_NET_RAW the rows that need an
+echo say so.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import platform
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+SPREAD_S = 5.0  # starts are spread evenly over one steady pause
+WINDOW_S = 10.0  # two steady probes of every pod
+
+Row = dict[str, Any]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# One measurement each, in the child process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def probed_pods(pods: int, observer: Callable[..., None] | None = None) -> Iterator[Any]:
+    """That many pods in steady state, each with an address of 127/8, a row in one lease file and the guest probe.
+
+    What a probe does is what the provider's does: the lease by MAC, read from the file as of now, then one echo.
+    """
+    import vkcocoon  # noqa: F401  it makes the process cooperative
+    from vkcocoon_guests import Reach
+    from vkcocoon_net import LeaseFile, open_pinger, ssh_banner, tcp_accepts
+    from vkcocoon_probes import Deadline, ProbeManager, ProbeResult, SystemClock
+
+    clock = SystemClock()
+    with tempfile.TemporaryDirectory() as directory:
+        leases = LeaseFile(write_leases(Path(directory) / "leases.json", pods))
+        pinger = open_pinger()
+        reach = Reach(pinger, tcp_accepts, ssh_banner)
+        manager = ProbeManager(clock, observer=observer)
+
+        def start(index: int) -> None:
+            mac, annotations = mac_of(index), {}
+
+            def probe(deadline: Deadline) -> ProbeResult:
+                lease = leases.lookup(mac, clock.now())
+                return reach.guest(lease.ip, annotations, deadline) if lease else ProbeResult()
+
+            manager.start(f"default/pod-{index}", probe, lambda: None)
+
+        begin = clock.monotonic()
+        for index in range(pods):
+            clock.sleep(begin + SPREAD_S * index / pods - clock.monotonic())
+            start(index)
+        clock.sleep(begin + 2 * SPREAD_S - clock.monotonic())
+        try:
+            yield clock
+        finally:
+            manager.close()
+            pinger.close()
+
+
+def write_leases(path: Path, pods: int) -> Path:
+    rows = [{"mac": mac_of(n), "ip": ip_of(n), "expiry": "2099-01-01T00:00:00Z"} for n in range(pods)]
+    path.write_text(json.dumps(rows, indent=2))
+    return path
+
+
+def mac_of(index: int) -> str:
+    return ":".join(f"{byte:02x}" for byte in (0x02 << 40 | index).to_bytes(6, "big"))
+
+
+def ip_of(index: int) -> str:
+    return f"127.{64 + index // 62_500}.{index // 250 % 250}.{index % 250 + 1}"
+
+
+def degraded() -> bool:
+    from vkcocoon_net import open_pinger
+
+    pinger = open_pinger()
+    pinger.close()
+    return pinger.degraded
+
+
+def measure_lateness(pods: int) -> Row:
+    """How late ticks begin, on one core, while every pod is probed with a real echo."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+    late: list[float] = []
+    measuring = False
+
+    def observer(agent: object, result: object, lateness: float, took: float) -> None:
+        if measuring:
+            late.append(lateness)
+
+    with probed_pods(pods, observer) as clock:
+        measuring = True
+        clock.sleep(WINDOW_S)
+        measuring = False
+    cuts = statistics.quantiles(late, n=100)
+    return {
+        "probes": len(late),
+        "p50": cuts[49] * 1e3,
+        "p99": cuts[98] * 1e3,
+        "max": max(late) * 1e3,
+        "degraded": degraded(),
+    }
+
+
+def measure_cpu(pods: int) -> Row:
+    """CPU time of the whole process, user and system, for each steady probe."""
+    probes = failed = 0
+
+    def observer(agent: object, result: Any, lateness: float, took: float) -> None:
+        nonlocal probes, failed
+        probes += 1
+        failed += not result.ready
+
+    with probed_pods(pods, observer) as clock:
+        probes = failed = 0
+        before = time.process_time()
+        clock.sleep(WINDOW_S)
+        spent, counted, lost = time.process_time() - before, probes, failed
+    return {"us": spent / counted * 1e6, "probes": counted, "failed": lost, "degraded": degraded()}
+
+
+def measure_loop(pods: int) -> Row:
+    """The same without anything to probe: what the manager and its timers alone cost."""
+    from gevent import monkey
+
+    monkey.patch_all()
+    from vkcocoon_probes import ProbeManager, SystemClock
+
+    clock, result = SystemClock(), ready_result()
+    count = 0
+
+    def probe(deadline: object) -> Any:
+        nonlocal count
+        count += 1
+        return result
+
+    manager = ProbeManager(clock)
+    begin = clock.monotonic()
+    for index in range(pods):
+        clock.sleep(begin + SPREAD_S * index / pods - clock.monotonic())
+        manager.start(f"default/pod-{index}", probe, lambda: None)
+    clock.sleep(begin + 2 * SPREAD_S - clock.monotonic())
+    count, before = 0, time.process_time()
+    clock.sleep(WINDOW_S)
+    spent = time.process_time() - before
+    row = {"us": spent / count * 1e6, "probes": count}
+    manager.close()
+    return row
+
+
+def measure_wake(pods: int) -> Row:
+    """The same without any of our code: a greenlet that sleeps and is woken as often as those pods would be probed."""
+    import gevent
+
+    pause = SPREAD_S / pods
+    gevent.sleep(1.0)  # noqa: TID251  the yardstick is gevent itself
+    count, before, end = 0, time.process_time(), time.perf_counter() + WINDOW_S
+    while time.perf_counter() < end:
+        gevent.sleep(pause)  # noqa: TID251  the yardstick is gevent itself
+        count += 1
+    return {"us": (time.process_time() - before) / count * 1e6, "probes": count}
+
+
+def ready_result() -> Any:
+    from vkcocoon_probes import ProbeResult
+
+    return ProbeResult(True, "ProbeSucceeded", "answers")
+
+
+def measure_memory(pods: int) -> Row:
+    """Resident memory of the process, over that before the first agent, once every agent has waited and probed."""
+    from gevent import monkey
+
+    monkey.patch_all()
+    from vkcocoon_probes import ProbeManager, SystemClock
+
+    clock, result = SystemClock(), ready_result()
+    manager = ProbeManager(clock, steady_pause=1.0)
+    manager.start("warm-up", lambda deadline: result, lambda: None)
+    clock.sleep(1.5)
+    gc.collect()
+    before = resident_bytes()
+    for index in range(pods):
+        # Closures of its own for each pod, as the provider has them.
+        manager.start(f"default/pod-{index}", lambda deadline, index=index: result, lambda index=index: None)
+    clock.sleep(2.5)
+    gc.collect()
+    row = {"kib": (resident_bytes() - before) / pods / 1024}
+    manager.close()
+    return row
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def measure_virtual_loop(pods: int) -> Row:
+    """One simulated hour of the probe manager alone, on the virtual clock."""
+    from gevent import monkey
+
+    monkey.patch_all()
+    from simulator.clock import VirtualClock
+    from vkcocoon_probes import ProbeManager
+
+    clock, result = VirtualClock(), ready_result()
+    probes = 0
+
+    def observer(*_: object) -> None:
+        nonlocal probes
+        probes += 1
+
+    manager = ProbeManager(clock, observer=observer)
+    begin = time.perf_counter()
+    for index in range(pods):
+        manager.start(f"default/pod-{index}", lambda deadline: result, lambda: None)
+    clock.run(3600)
+    row = {"seconds": time.perf_counter() - begin, "probes": probes}
+    manager.close()
+    return row
+
+
+def measure_virtual_daemon(pods: int) -> Row:
+    """One simulated hour of the whole daemon on fakes: pods created, booted, published and probed."""
+    import vkcocoon  # noqa: F401  it makes the process cooperative
+    from simulator.world import World
+
+    begin = time.perf_counter()
+    with World(seed=1) as world:
+        for index in range(pods):
+            world.create_pod(f"pod-{index}")
+        world.run(3600)
+        seconds = time.perf_counter() - begin
+        ready = sum(world.ready(f"pod-{index}") for index in range(pods))
+        probes = sum(len(world.probes(f"pod-{index}")) for index in range(pods))
+    return {"seconds": seconds, "probes": probes, "ready": ready}
+
+
+def measure_startup(*arguments: str) -> Row:
+    """Wall time of a whole `vk-cocoon` process, started and waited for."""
+    script = shutil.which("vk-cocoon", path=str(Path(sys.executable).parent))
+    command = [script] if script else [sys.executable, "-c", "from vkcocoon_cli import main; main()"]
+    begin = time.perf_counter()
+    subprocess.run([*command, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    return {"ms": (time.perf_counter() - begin) * 1e3}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Tables, in the parent process
+# ---------------------------------------------------------------------------------------------------------------------
+
+
+def medians(function: Callable[..., Row], *arguments: Any, times: int) -> Row:
+    """The median of each figure over that many child processes."""
+    rows = [in_child(function, arguments) for _ in range(times)]
+    return {name: statistics.median(row[name] for row in rows) for name in rows[0]}
+
+
+def in_child(function: Callable[..., Row], arguments: tuple[Any, ...]) -> Row:
+    call = json.dumps([function.__name__, arguments])
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.bench", "--child", call], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True
+    )
+    return dict(json.loads(child.stdout.splitlines()[-1]))
+
+
+def table(*rows: tuple[str, ...]) -> str:
+    """The first row is the head; all columns but the first are numbers."""
+    head, *body = rows
+    lines = [head, ("---", *["--:"] * (len(head) - 1)), *body]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def what(row: Row) -> str:
+    return "no echo: raw socket refused" if row.get("degraded") else "lease check and echo"
+
+
+def lateness() -> str:
+    rows = [("pods", "probe", "probes", "p50 ms", "p99 ms", "worst ms")]
+    for pods in (1_000, 10_000):
+        row = medians(measure_lateness, pods, times=3)
+        figures = (f"{row[name]:.2f}" for name in ("p50", "p99", "max"))
+        rows.append((f"{pods:,}", what(row), f"{row['probes']:,.0f}", *figures))
+    return "How late a steady probe begins. One core; starts spread evenly over 5 s; 10 s measured.\n\n" + table(*rows)
+
+
+def cpu() -> str:
+    rows = [("pods and lease rows", "probe", "probes", "failed", "CPU µs per probe")]
+    for pods in (100, 1_000, 4_000):
+        row = medians(measure_cpu, pods, times=3)
+        rows.append((f"{pods:,}", what(row), f"{row['probes']:,.0f}", f"{row['failed']:.0f}", f"{row['us']:.1f}"))
+    for function, probe in ((measure_loop, "nothing: the loop alone"), (measure_wake, "nothing: a bare gevent.sleep")):
+        for pods in (100, 1_000, 4_000):
+            row = medians(function, pods, times=3)
+            rows.append((f"{pods:,}", probe, f"{row['probes']:,.0f}", "", f"{row['us']:.1f}"))
+    return (
+        "CPU time of the process, user and system, per steady probe (every 5 s; echoes to 127/8, so the kernel's "
+        "answering is in it too). 10 s measured. The fewer wake-ups a second, the more each costs: an idle core has to "
+        "be woken and its caches are cold. The last rows say what that alone comes to.\n\n" + table(*rows)
+    )
+
+
+def memory() -> str:
+    rows = [("agents", "KiB per agent")]
+    for pods in (1_000, 10_000):
+        rows.append((f"{pods:,}", f"{medians(measure_memory, pods, times=3)['kib']:.1f}"))
+    return "Resident memory per agent with its greenlet, over the process without agents.\n\n" + table(*rows)
+
+
+def virtual() -> str:
+    rows = [("what", "pods", "probes", "ready at the end", "wall s")]
+    loop = medians(measure_virtual_loop, 256, times=3)
+    rows.append(("the probe manager alone", "256", f"{loop['probes']:,.0f}", "256", f"{loop['seconds']:.2f}"))
+    # The fake network hands out a /24.
+    whole = medians(measure_virtual_daemon, 250, times=3)
+    figures = (f"{whole['probes']:,.0f}", f"{whole['ready']:.0f}", f"{whole['seconds']:.2f}")
+    rows.append(("the whole daemon on fakes", "250", *figures))
+    return "One simulated hour in virtual time.\n\n" + table(*rows)
+
+
+def startup() -> str:
+    rows = [("command", "wall ms")]
+    for arguments in (["--help"], ["version"], ["run", "--help"]):
+        # Without a child in between: what is measured is a process already.
+        taken = [measure_startup(*arguments)["ms"] for _ in range(11)]
+        rows.append((f"`vk-cocoon {' '.join(arguments)}`", f"{statistics.median(taken):.0f}"))
+    return "Whole processes, median of 11.\n\n" + table(*rows)
+
+
+BENCHES = {"lateness": lateness, "cpu": cpu, "memory": memory, "virtual": virtual, "startup": startup}
+
+
+def machine() -> str:
+    """What the figures depend on and a reader can compare with."""
+    from importlib.metadata import version
+
+    model = next(
+        (
+            line.split(":", 1)[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if "model name" in line
+        ),
+        platform.machine(),
+    )
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} cores usable; Linux {platform.release()}; "
+        f"Python {platform.python_version()}, gevent {version('gevent')}"
+    )
+
+
+def main(arguments: list[str]) -> int:
+    if arguments[:1] == ["--child"]:
+        name, values = json.loads(arguments[1])
+        sys.stdout.write(json.dumps(globals()[name](*values)) + "\n")
+        return 0
+    if unknown := sorted(set(arguments) - set(BENCHES)):
+        sys.stderr.write(f"no such benchmark: {', '.join(unknown)}; there are {', '.join(BENCHES)}\n")
+        return 2
+    sys.stdout.write(f"Command: `{' '.join(['python -m tests.bench', *arguments])}`\n\nMachine: {machine()}\n")
+    for name in arguments or BENCHES:
+        sys.stdout.write(f"\n## {name}\n\n{BENCHES[name]()}\n")
+        sys.stdout.flush()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
