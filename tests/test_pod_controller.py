@@ -431,6 +431,16 @@ def test_p9_a_forced_deletion_tears_the_vm_down(rig, clock):
     assert made["metadata"]["uid"] not in rig.provider.pods
 
 
+def test_p9_nothing_is_written_to_a_pod_that_is_gone_however_long_its_teardown_takes(rig, clock):
+    rig.provider.took["delete"] = 60.0
+    rig.start()
+    rig.create()
+    clock.run(5)
+    rig.delete(grace=0)
+    clock.run(100)
+    assert [what for at, what in asked(rig.kube, "PATCH") if at >= 5.0] == []
+
+
 def test_a_forced_deletion_that_cannot_be_confirmed_destroys_nothing_until_it_can(rig, clock):
     rig.start()
     rig.create()

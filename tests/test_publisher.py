@@ -4,6 +4,7 @@ Annotations follow their status; the newest state wins; nothing is written when 
 to another UID. All instants are exact, in virtual time against the fake API.
 """
 
+import copy
 import itertools
 
 import gevent
@@ -192,6 +193,15 @@ def test_a_rejected_status_is_tried_again_only_after_long_pauses(desk, clock):
     assert "vm.cocoonstack.io/lifecycle-state" not in desk.held()["metadata"]["annotations"]
 
 
+def test_a_rejected_state_that_is_notified_again_does_not_shorten_its_pause(desk, clock):
+    made = desk.pod()
+    desk.kube.fail(STATUS, ApiError(422, "Invalid", "no"), times=None)
+    for _ in range(100):
+        desk.publishers.notify(news(made, status()))
+        clock.run(1)
+    assert [at for at, _ in asked(desk.kube)] == [0.0, 30.0, 90.0]
+
+
 def test_a_state_that_replaces_a_rejected_one_does_not_wait_for_its_pause(desk, clock):
     made = desk.pod()
     desk.kube.fail(STATUS, ApiError(422, "Invalid", "no"))
@@ -266,6 +276,45 @@ def test_two_hundred_flips_are_written_sixteen_at_a_time(desk, clock):
     assert max(starts.count(at) for at in set(starts)) == 16
 
 
+def test_a_pod_that_goes_while_its_write_waits_for_its_turn_is_not_written_to(desk, clock):
+    pods = [desk.pod(f"web-{i}") for i in range(17)]
+    desk.kube.latency = 2.0
+    for made in pods:
+        desk.publishers.notify(news(made, status()))
+    clock.run(1)
+    desk.kube.admin.delete(path_of("web-16"), grace_seconds=0)
+    clock.run(10)
+    assert len(asked(desk.kube)) == 16
+
+
+def test_what_the_reflector_does_not_see_is_not_written_to_until_it_does_again(desk, clock):
+    made = desk.pod()
+    desk.publishers.notify(news(made, status(False)))
+    clock.run(1)
+    desk.publishers.gone(made["metadata"]["uid"])
+    desk.publishers.notify(news(made, status(True)))
+    clock.run(60)
+    assert asked(desk.kube) == [(0.0, STATUS)]
+    desk.publishers.observe(desk.held())
+    clock.run(0)
+    assert condition(desk.held())["status"] == "True"
+
+
+def test_a_pod_that_was_never_listed_is_looked_after_when_a_list_lacks_it(clock):
+    kube = FakeKube(clock)
+    publishers = Publishers(kube, clock, rng=Lowest())
+    made = kube.admin.create("/api/v1/namespaces/default/pods", pod())
+    publishers.notify(news(made, status()))
+    clock.run(1)
+    publishers.recheck(listed=[])
+    clock.run(1)
+    assert len(publishers) == 1 and len(asked(kube)) == 1  # it is there after all
+    kube.admin.delete(path_of(), grace_seconds=0)
+    publishers.recheck(listed=[])
+    clock.run(1)
+    assert len(publishers) == 0 and len(asked(kube)) == 1
+
+
 # --- what is ours, what is not ------------------------------------------------------------------------------------
 
 
@@ -333,6 +382,7 @@ def test_what_the_api_makes_of_our_words_is_not_written_again_and_again(clock):
         """An admission webhook that shortens every message."""
 
         def patch(self, path, body, *, kind):
+            body = copy.deepcopy(body)
             for item in body.get("status", {}).get("conditions", ()):
                 item["message"] = item["message"][:4]
             return super().patch(path, body, kind=kind)
