@@ -197,8 +197,8 @@ class Provider:
 
     def get_pod_status(self, namespace: str, name: str) -> dict[str, Any] | None:
         """The status published last, or None for a pod we do not hold."""
-        pod = self.get_pod(namespace, name)
-        return None if pod is None else dict(pod.get("status") or {})
+        entry = self._pods.find(f"{namespace}/{name}")
+        return None if entry is None else copied(dict(entry.status or {}))
 
     def get_pods(self) -> list[Pod]:
         """Copies of all pods we hold."""

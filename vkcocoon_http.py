@@ -31,7 +31,6 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
-from prometheus_client.utils import floatToGoString
 
 from vkcocoon_probes import Clock, ProbeTimeout, SystemClock, spawn
 
@@ -118,7 +117,7 @@ class _Tally:
 
     def cumulative(self) -> tuple[list[tuple[str, float]], float]:
         """The buckets as the exposition writes them, and the sum of all values."""
-        bounds = [*(floatToGoString(bound) for bound in self._bounds), "+Inf"]
+        bounds = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
         return list(zip(bounds, map(float, accumulate(self._counts)), strict=True)), self._sum
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 __all__ = [
     "ANNOTATION_GENERATION",
@@ -189,12 +189,15 @@ class VMFacts(Protocol):
     def id(self) -> str: ...
 
 
-def copied(value: Any) -> Any:
+Json = TypeVar("Json")
+
+
+def copied(value: Json) -> Json:
     """A copy of plain JSON data that shares nothing mutable with it; several times faster than copy.deepcopy."""
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}
+        return {key: copied(item) for key, item in value.items()}  # type: ignore[return-value]
     if isinstance(value, list):
-        return [copied(item) for item in value]
+        return [copied(item) for item in value]  # type: ignore[return-value]
     return value
 
 
