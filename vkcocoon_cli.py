@@ -159,15 +159,19 @@ def run(check_config: bool, **flags: str | None) -> None:
         return
     import vkcocoon
     import vkcocoon_logs
+    from vkcocoon_host import HostError
     from vkcocoon_http import CannotListen
+    from vkcocoon_kube import KubeconfigError
 
     vkcocoon_logs.configure(settings.log_level, settings.log_format)
     for stranger, meant in Settings.strangers(os.environ).items():
         logging.getLogger("vkcocoon.settings").warning(_strange(stranger, meant))
     try:
         sys.exit(vkcocoon.main(settings))
-    except CannotListen as error:
-        # Not 78: the port may be free and the address there when the unit tries again.
+    except KubeconfigError as error:
+        raise _Misconfigured(f"KUBECONFIG: {' '.join(str(error).split())}") from None
+    except (CannotListen, HostError) as error:
+        # Not 78: the port may be free and the network there when the unit tries again.
         raise _OneLine(str(error)) from None
 
 

@@ -260,11 +260,29 @@ finally:
         assert ended.returncode == 78
         assert ended.stderr.splitlines()[-1] == "vk-cocoon: VK_NODE_IP: '' is not possible; allowed: an address"
 
-    def test_an_address_that_is_taken_is_1_so_that_the_unit_tries_again(self, provider):
-        outcome = "from vkcocoon_http import CannotListen; raise CannotListen('cannot listen on :9091: in use')"
-        ended = process("run", path=[provider(outcome)])
-        assert ended.returncode == 1
-        assert ended.stderr.splitlines()[-1] == "vk-cocoon: cannot listen on :9091: in use"
+    @pytest.mark.parametrize(
+        ("error", "code", "line"),
+        [
+            ("vkcocoon_http CannotListen 'cannot listen on :9091: in use'", 1, "cannot listen on :9091: in use"),
+            ("vkcocoon_host HostError 'no address: set VK_NODE_IP'", 1, "no address: set VK_NODE_IP"),
+            ("vkcocoon_kube KubeconfigError '/x:\\n  line 2'", 78, "KUBECONFIG: /x: line 2"),
+        ],
+    )
+    def test_what_may_be_right_when_the_unit_tries_again_is_1_and_what_will_not_is_78(
+        self, provider, error, code, line
+    ):
+        module, name, text = error.split(" ", 2)
+        ended = process("run", path=[provider(f"from {module} import {name}; raise {name}({text})")])
+        assert (ended.returncode, ended.stderr.splitlines()[-1]) == (code, f"vk-cocoon: {line}")
+
+    @pytest.mark.parametrize("content", ["", "a: 1", "clusters: [", "[]"])
+    def test_a_kubeconfig_that_is_none_is_78_in_one_line(self, tmp_path, content):
+        (tmp_path / "config").write_text(content)
+        flags = ["--kubeconfig", str(tmp_path / "config"), "--node-ip", "127.0.0.1", "--metrics-addr", "127.0.0.1:0"]
+        ended = process("run", *flags)
+        assert ended.returncode == 78
+        assert "Traceback" not in ended.stderr
+        assert ended.stderr.splitlines()[-1].startswith("vk-cocoon: KUBECONFIG: ")
 
     def test_a_crash_of_the_provider_is_70(self, provider):
         ended = process("run", path=[provider("return 1 // 0")])

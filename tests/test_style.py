@@ -217,6 +217,10 @@ class TestDocs:
         sections = re.findall(r"^### (\w+)$", (ROOT / "docs" / "not-ready.md").read_text(), re.MULTILINE)
         assert sorted(sections) == sorted(Reason)
 
+    def test_each_module_is_on_the_page_about_the_architecture(self):
+        rooms = (ROOT / "docs" / "architecture.md").read_text().split("```")[1]
+        assert {name_of(path) for path in MODULES} == set(re.findall(r"\bvkcocoon\w*", rooms))
+
     def test_a_decision_or_clause_that_is_cited_exists(self):
         decisions = set(
             re.findall(r"^- \*\*([A-Z]\d+)\*\*", (ROOT / "docs" / "decisions.md").read_text(), re.MULTILINE)
