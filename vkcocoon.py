@@ -128,10 +128,20 @@ class Provider:
 
     # --- what Kubernetes asks for ---------------------------------------------------------------------------------
 
-    def notify_pods(self, callback: Notify) -> None:
+    def notify_pods(self, callback: Notify, *, acknowledged: bool = False) -> None:
         """Who gets every changed pod: `metadata` with our annotations (None = must be absent) and the whole status.
-        The callback only takes it; it must not switch greenlets (P4)."""
+        The callback only takes it; it must not switch greenlets (P4). With ``acknowledged`` the caller promises to tell
+        `observed` and `vanished` what the API holds, and an address is given to another pod only after that (L10)."""
         self._publication.notify = callback
+        self._publication.acknowledged = acknowledged
+
+    def observed(self, pod: Pod) -> None:
+        """The API holds this pod as it is given here; memory only."""
+        self._publication.observed(pod)
+
+    def vanished(self, uid: str) -> None:
+        """The API holds this pod no longer; memory only."""
+        self._publication.vanished(uid)
 
     def create_pod(self, pod: Pod) -> None:
         """Bring up the pod's VM, start its probe and publish the first result (clause 1 and 2 of the contract).

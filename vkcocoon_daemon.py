@@ -66,7 +66,7 @@ class Daemon:
         self.pods = PodController(
             ports.kube, ports.clock, self.provider, settings, recorder=self.recorder, gate=self.node.alone
         )
-        self.provider.notify_pods(self.pods.notify)
+        self.provider.notify_pods(self.pods.notify, acknowledged=True)
 
     def start(self) -> None:
         """Begin; returns at once. `started` is set when the node is registered and its pods are watched."""

@@ -84,23 +84,32 @@ class Reach:
 
 
 class ReadyAddresses(Generic[Holder]):
-    """Address -> the one holder published Ready there. A claim stands until it is released by its holder."""
+    """Address -> the one holder that is, or may still be seen, Ready there.
+
+    A claim is made when Ready is handed over and ends when `release` is called, which is not before the cluster has
+    seen the holder leave: until then two pods would be Ready on one address for whoever looks.
+    """
 
     def __init__(self) -> None:
         self._holder_on: dict[str, Holder] = {}
-        self._address_of: dict[Holder, str] = {}
+        self._addresses_of: dict[Holder, set[str]] = {}
 
     def other(self, holder: Holder, ip: str) -> Holder | None:
         """Somebody else who is Ready on ``ip``, or None."""
         found = self._holder_on.get(ip)
         return None if found is holder else found
 
-    def claim(self, holder: Holder, ip: str) -> str:
-        """``holder`` is Ready on ``ip`` now ("" = nowhere), and on no other address; returns the one it left."""
-        left = self._address_of.pop(holder, "")
-        if left:
-            del self._holder_on[left]
-        if ip:
-            self._holder_on[ip] = holder
-            self._address_of[holder] = ip
-        return left if left != ip else ""
+    def claim(self, holder: Holder, ip: str) -> None:
+        """``holder`` is handed over as Ready on ``ip``, which nobody else holds."""
+        self._holder_on[ip] = holder
+        self._addresses_of.setdefault(holder, set()).add(ip)
+
+    def release(self, holder: Holder, *, keep: str = "") -> set[str]:
+        """``holder`` is no longer seen Ready anywhere but on ``keep``; returns the addresses that became free."""
+        held = self._addresses_of.pop(holder, set())
+        if keep in held:
+            self._addresses_of[holder] = {keep}
+        freed = held - {keep}
+        for ip in freed:
+            del self._holder_on[ip]
+        return freed

@@ -72,6 +72,14 @@ class PodProvider(Protocol):
 
     def get_pods(self) -> list[Object]: ...
 
+    def observed(self, pod: Object) -> None:
+        """The API holds this; memory only."""
+        ...
+
+    def vanished(self, uid: str) -> None:
+        """The API holds it no longer; memory only."""
+        ...
+
     def uids(self) -> Set[str]:
         """The UIDs of the pods it holds; cheap."""
         ...
@@ -186,12 +194,14 @@ class PodController:
             record = self._enlist(_Pod(obj, present=True))
         record.pod = record.last = obj
         self._publishers.observe(obj)
+        self._provider.observed(obj)
         if news:
             self._poke(record)
 
     def gone(self, obj: Object) -> None:
         uid = uid_of(obj)
         self._publishers.gone(uid)
+        self._provider.vanished(uid)
         if record := self._pods.get(uid):
             record.pod, record.last = None, obj
             self._poke(record)

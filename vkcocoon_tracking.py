@@ -210,7 +210,9 @@ class Publication:
         self._report_event = report
         self._metrics = metrics
         self._addresses: ReadyAddresses[TrackedPod] = ReadyAddresses()
+        self._claimers: dict[str, TrackedPod] = {}  # UID -> who holds an address, forgotten pods among them
         self.notify: Notify = lambda pod: None
+        self.acknowledged = False  # will `observed` be called with what the API holds?
 
     def publish(self, entry: TrackedPod) -> None:
         """The pod as it is known now. Equal states are handed over once; a pod that is going says nothing more."""
@@ -223,7 +225,7 @@ class Publication:
         if holder is not None and probe.ready:
             probe = self.conflict(entry.published_ip, holder)
         self._hand_over(entry, self._status(entry, probe), self._annotations(entry))
-        self._claim(entry, entry.published_ip if entry.ready else "")
+        self._claim(entry)
 
     def terminating(self, entry: TrackedPod) -> None:
         """Not Ready from the moment the deletion begins, once (K7)."""
@@ -235,8 +237,22 @@ class Publication:
         self._hand_over(entry, build_terminal_status(entry.pod, self._clock.now(), previous=entry.status), {})
 
     def withdraw(self, entry: TrackedPod) -> None:
-        """The pod is forgotten; its address is free for another to be Ready on."""
-        self._claim(entry, "")
+        """The pod is forgotten; its address is free once the API no longer shows it Ready there."""
+        if not self.acknowledged:
+            self._release(entry)
+
+    def observed(self, pod: Pod) -> None:
+        """The API holds this. Who has been seen to leave an address no longer keeps others from it."""
+        entry = self._claimers.get(pod["metadata"]["uid"])
+        if entry is not None:
+            status = pod.get("status") or {}
+            seen_ready = condition_of(status, "Ready").get("status") == "True"
+            self._release(entry, seen=str(status.get("podIP", "")) if seen_ready else "")
+
+    def vanished(self, uid: str) -> None:
+        """The API no longer holds the pod."""
+        if (entry := self._claimers.get(uid)) is not None:
+            self._release(entry)
 
     def holder(self, entry: TrackedPod, ip: str) -> TrackedPod | None:
         """The other managed pod that is published Ready on this address, if any (L10)."""
@@ -245,14 +261,23 @@ class Publication:
     def conflict(self, ip: str, holder: TrackedPod) -> ProbeResult:
         return ProbeResult(False, Reason.ADDRESS_CONFLICT, f"{ip} is the address of {holder.key}, which is Ready there")
 
-    def _claim(self, entry: TrackedPod, ip: str) -> None:
-        """Ready there now and nowhere else; whoever was withheld because of us is published."""
-        if not entry.spec.managed:
-            return
-        if not (left := self._addresses.claim(entry, ip)):
-            return
-        for other in self._pods:
-            if other.conflicted and other.ip == left:
+    def _claim(self, entry: TrackedPod) -> None:
+        if entry.spec.managed and entry.ready:
+            self._addresses.claim(entry, entry.published_ip)
+            self._claimers[entry.uid] = entry
+        if not self.acknowledged:
+            self._release(entry)
+
+    def _release(self, entry: TrackedPod, *, seen: str = "") -> None:
+        """Free what the pod neither claims nor is ``seen`` Ready on; publish whoever was withheld because of it."""
+        claimed = entry.published_ip if entry.ready and self._pods.holds(entry) else ""
+        if seen and seen != claimed:
+            return  # an older state is still what the cluster sees
+        freed = self._addresses.release(entry, keep=claimed)
+        if not claimed:
+            self._claimers.pop(entry.uid, None)
+        for other in self._pods if freed else ():
+            if other.conflicted and other.ip in freed:
                 self.publish(other)
 
     def _status(self, entry: TrackedPod, probe: ProbeResult, *, terminating: bool = False) -> dict[str, Any]:

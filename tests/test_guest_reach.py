@@ -121,12 +121,13 @@ def test_messages_carry_no_round_trip_time_so_that_equal_states_compare_equal(de
     assert reach.guest(IP, {}, deadline) == reach.guest(IP, {}, deadline)
 
 
-def test_one_holder_an_address_and_one_address_a_holder():
+def test_an_address_has_one_holder_until_it_is_released():
     addresses = ReadyAddresses()
     addresses.claim("a", IP)
     assert (addresses.other("b", IP), addresses.other("a", IP)) == ("a", None)
     addresses.claim("a", "10.88.0.6")
-    assert addresses.other("b", IP) is None
-    addresses.claim("a", "")
-    assert addresses.other("b", "10.88.0.6") is None
-    assert (addresses.claim("a", IP), addresses.claim("a", IP), addresses.claim("a", "")) == ("", "", IP)
+    assert addresses.other("b", IP) == "a"
+    assert addresses.release("a", keep="10.88.0.6") == {IP}
+    assert (addresses.other("b", IP), addresses.other("b", "10.88.0.6")) == (None, "a")
+    assert addresses.release("a") == {"10.88.0.6"}
+    assert addresses.release("a") == set()

@@ -57,6 +57,12 @@ class ScriptedProvider:
     def get_pod(self, namespace, name):
         return next((copy.deepcopy(pod) for pod in self.pods.values() if pod["metadata"]["name"] == name), None)
 
+    def observed(self, pod):
+        pass
+
+    def vanished(self, uid):
+        pass
+
     def uids(self):
         return {pod["metadata"]["uid"] for pod in self.get_pods()}
 
