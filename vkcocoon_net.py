@@ -185,7 +185,6 @@ class LeaseFile:
                 self._read()
             self._note(self._verdict)
         except OSError as error:
-            self._settled = False
             self._note(f"cannot be read: {error.strerror}")
         if self._table is None:
             raise LeaseFileError(f"lease file {self._path} {self._problem}")
