@@ -35,6 +35,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Door", "Failure", "FakeKube", "Hold", "Request"]
 
+# A playground may run for days; no test looks back that far.
+_KEPT_REQUESTS = 50_000
+
 T = TypeVar("T")
 Record = Callable[[str, str, str, dict[str, Any]], None]
 
@@ -92,7 +95,9 @@ class Door:
                 bookmark_interval=self._server.bookmark_interval,
                 silence=self._server.client_watch_timeout,
             )
-            stream = self._server.open_watch(request, target, field_selector=field_selector, revision=revision)
+            stream = self._server.open_watch(
+                request, target, field_selector=field_selector, revision=revision, faultless=self._faultless
+            )
             return self._read(stream, options)
 
         return self._perform(request, act, copies=False)
@@ -211,18 +216,18 @@ class FakeKube(Door):
         """
         hold = Hold(match, stored)
         self.gate.holds.append(hold)
-        for stream in self._streams:
+        for stream in self._exposed_streams():
             stream.wake.set()
         return hold
 
     def cut_watches(self, *, mid_line: bool = False) -> None:
         """End all open watches: as a server does at its timeout, or in the middle of a line."""
-        for stream in self._streams:
+        for stream in self._exposed_streams():
             stream.cut(torn=mid_line)
 
     def inject(self, event: Object) -> None:
         """Send something of one's own to all open watches, between the real events: an ERROR, say."""
-        for stream in self._streams:
+        for stream in self._exposed_streams():
             stream.inject(event)
 
     def freeze_cache(self, frozen: bool = True) -> None:
@@ -244,11 +249,18 @@ class FakeKube(Door):
 
         return HttpDoor(self, listener)
 
+    @property
+    def open_watches(self) -> int:
+        """How many watches somebody reads at the moment."""
+        return len(self._streams)
+
     # For the doors ---------------------------------------------------------------------------------------------------
 
     def perform(self, request: Request, act: Callable[[], T], patience: float | None) -> T:
         """Take one request through log, faults and ``act``; ``patience`` is how long its client waits, in seconds."""
         self.requests.append(request)
+        if len(self.requests) > 2 * _KEPT_REQUESTS:
+            del self.requests[:_KEPT_REQUESTS]
         try:
             self.gate.arrive(request, patience)
             result = act()
@@ -303,6 +315,7 @@ class FakeKube(Door):
         field_selector: str = "",
         label_selector: str = "",
         revision: int | None = None,
+        faultless: bool = False,
     ) -> WatchStream:
         """A stream that ``reading`` must be held around; raises 410 here when ``gone`` is "http"."""
         if "watch" not in target.resource.verbs:
@@ -313,10 +326,14 @@ class FakeKube(Door):
         if revision is not None and self.gone == "http":
             self.store.check_revision(target.resource, revision)
         selects = selector(target.resource, field_selector, label_selector)
-        return WatchStream(self.clock, self.store, self.gate, request=request, target=target, selects=selects)
+        gate = Gate(self.clock, None) if faultless else self.gate
+        return WatchStream(self.clock, self.store, gate, request=request, target=target, selects=selects)
 
     def reading(self, stream: WatchStream) -> _Reading:
         return _Reading(self._streams, stream)
+
+    def _exposed_streams(self) -> Streams:
+        return [stream for stream in self._streams if stream.gate is self.gate]
 
     def _token_review(self, body: Object) -> Object:
         user = self.tokens.get((body.get("spec") or {}).get("token", ""))

@@ -150,6 +150,7 @@ class Gate:
             self._clock.sleep(seconds)
 
     def _strike(self, request: Request, *, stored: bool) -> None:
+        self.failures = [failure for failure in self.failures if failure.left != 0]
         for failure in self.failures:
             if failure.stored is stored:
                 failure.strike(request)

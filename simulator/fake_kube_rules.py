@@ -7,6 +7,7 @@ storing.
 
 from __future__ import annotations
 
+import base64
 import ipaddress
 import re
 from typing import Any
@@ -112,8 +113,18 @@ def _check_metadata(target: Target, new: Object) -> None:
 def _check_content(target: Target, new: Object) -> None:
     if target.resource.plural == "leases":
         _check_lease(target, new["spec"])
+    elif target.resource.plural == "secrets":
+        _encode_secret(new)
     elif target.resource.plural == "events":
         _check_event(target, new)
+
+
+def _encode_secret(secret: Object) -> None:
+    secret.setdefault("type", "Opaque")
+    plain = secret.pop("stringData", {})
+    if plain:
+        encoded = {key: base64.b64encode(value.encode()).decode() for key, value in plain.items()}
+        secret["data"] = {**secret.get("data", {}), **encoded}
 
 
 def _check_lease(target: Target, spec: Object) -> None:

@@ -159,6 +159,7 @@ _FIELD = re.compile(r"(\w+):(\w+)(?:\[([\w*]*)\])?([!?]?)")
 # Go's layouts: a time may carry a fraction of any length and loses it, a MicroTime must carry exactly six digits.
 _TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 _MICRO_TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{6}(Z|[+-]\d\d:\d\d)")
+_ZERO_TIME = datetime(1, 1, 1, tzinfo=UTC)
 _QUANTITY = re.compile(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+|[numkMGTPE]|[KMGTPE]i)?")
 
 
@@ -321,12 +322,17 @@ def _int_or_string(value: Any, path: str) -> int | str:
     return value if isinstance(value, str) else _int(value, path)
 
 
-def _time(value: Any, path: str) -> str:
-    return _moment(value, path, _TIME, "2006-01-02T15:04:05Z07:00").strftime("%Y-%m-%dT%H:%M:%SZ")
+def _time(value: Any, path: str) -> str | None:
+    return _written(_moment(value, path, _TIME, "2006-01-02T15:04:05Z07:00"), "seconds")
 
 
-def _micro_time(value: Any, path: str) -> str:
-    return _moment(value, path, _MICRO_TIME, "2006-01-02T15:04:05.000000Z07:00").strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+def _micro_time(value: Any, path: str) -> str | None:
+    return _written(_moment(value, path, _MICRO_TIME, "2006-01-02T15:04:05.000000Z07:00"), "microseconds")
+
+
+def _written(moment: datetime, precision: str) -> str | None:
+    # Go's zero time is "no time".
+    return None if moment == _ZERO_TIME else moment.isoformat(timespec=precision).replace("+00:00", "Z")
 
 
 def _moment(value: Any, path: str, shape: re.Pattern[str], layout: str) -> datetime:

@@ -58,7 +58,7 @@ class WatchStream:
         self.wake = Event()
         self._clock = clock
         self._store = store
-        self._gate = gate
+        self.gate = gate
         self._selects = selects
         self._cut = ""
         self._injected: list[Object] = []
@@ -130,11 +130,11 @@ class WatchStream:
             yield {"type": "ADDED", "object": obj}
 
     def _deliver(self, changes: list[Change]) -> Iterator[Object]:
-        delay = self._gate.event_delay(self.request)
+        delay = self.gate.event_delay(self.request)
         if delay > 0:
             self._clock.sleep(delay)
         for change in changes:
-            if self._ended() or self._gate.holding(self.request) is not None:
+            if self._ended() or self.gate.holding(self.request) is not None:
                 return
             self.cursor = change.revision
             event = self._visible(change)
@@ -169,7 +169,7 @@ class WatchStream:
         return bool(self._cut)
 
     def _stay_silent_while_held(self, silence: float | None) -> None:
-        while (hold := self._gate.holding(self.request)) is not None:
+        while (hold := self.gate.holding(self.request)) is not None:
             hold.note()
             patience = None if silence is None else self._heard + silence - self._clock.monotonic()
             if not self._clock.wait(hold.released, patience):
