@@ -533,6 +533,19 @@ def test_p34_all_pods_of_a_namespace_can_go_at_once(rig, clock):
     assert rig.kube.admin.list(PODS)["items"] == [] and rig.leftovers() == NOTHING_LEFT
 
 
+@pytest.mark.parametrize("status_code", [404, 409])
+def test_an_object_that_is_gone_already_when_we_remove_it_is_no_failure(rig, clock, status_code):
+    rig.start()
+    rig.create()
+    clock.run(5)
+    rig.kube.fail("DELETE *", ApiError(status_code, "x", "y"))
+    rig.delete()
+    clock.run(10)
+    assert [at for at, _ in asked(rig.kube, "DELETE")] == [5.0]
+    clock.run(60)  # it was there after all: seen at the next look
+    assert rig.held() is None
+
+
 # --- names and UIDs -----------------------------------------------------------------------------------------------
 
 
@@ -616,7 +629,9 @@ def test_p17_news_of_an_old_uid_do_not_reach_its_namesake(rig, clock):
     assert rig.held() == before and rig.held()["metadata"]["uid"] == second["metadata"]["uid"]
 
 
-def test_a_namesake_the_provider_kept_from_an_earlier_life_is_torn_down_first(rig, clock):
+@pytest.mark.parametrize("latency", [0.0, 0.01])
+def test_a_namesake_the_provider_kept_from_an_earlier_life_is_torn_down_first(rig, clock, latency):
+    rig.kube.latency = latency
     old = rig.create()
     rig.provider.pods[old["metadata"]["uid"]] = old
     rig.kube.admin.delete(path_of(), grace_seconds=0)
@@ -624,6 +639,40 @@ def test_a_namesake_the_provider_kept_from_an_earlier_life_is_torn_down_first(ri
     rig.start()
     clock.run(60)
     assert operations(rig, old, new) == [("delete", 0), ("create", 1)]
+
+
+def test_a_pod_that_is_there_after_all_is_kept(rig, clock):
+    rig.start()
+    made = rig.create()
+    clock.run(5)
+    rig.controller._reflector._remove(rig.held())  # the watch said it was gone; the fresh read says otherwise
+    clock.run(1)
+    assert rig.calls("delete") == []
+    rig.provider.notify(news(made, status(ip="10.88.0.77"), id="v1"))
+    clock.run(0)
+    assert rig.held()["status"]["podIP"] == "10.88.0.77"
+
+
+def test_the_real_end_of_a_pod_that_was_taken_for_gone_before_is_found(rig, clock):
+    rig.start()
+    rig.create()
+    clock.run(5)
+    rig.controller._reflector._remove(rig.held())
+    clock.run(1)
+    rig.delete(grace=0)
+    clock.run(60)
+    assert len(rig.calls("delete")) == 1 and rig.leftovers() == NOTHING_LEFT
+
+
+def test_being_told_twice_that_a_pod_is_gone_is_being_told_once(rig, clock):
+    rig.provider.took["delete"] = 10.0
+    rig.start()
+    made = rig.create()
+    rig.delete(grace=0)
+    clock.run(5)
+    rig.controller.gone(made)
+    clock.run(60)
+    assert len(rig.calls("delete")) == 1 and rig.leftovers() == NOTHING_LEFT
 
 
 # --- restarts and outages -----------------------------------------------------------------------------------------
@@ -778,6 +827,25 @@ def test_p35_a_pod_the_provider_forgot_is_brought_up_again_only_if_it_is_not_ter
     rig.provider.pods.clear()
     clock.run(60)
     assert [at for at, _ in rig.calls()] == [0.0, 24.0]
+
+
+def test_a_success_forgets_the_failures_before_it(rig, clock):
+    rig.provider.failures["create"] = 4
+    rig.start()
+    rig.create()
+    clock.run(20)  # tried at 0, 1, 3, 7 and 15
+    rig.provider.pods.clear()
+    rig.provider.failures["create"] = 1
+    clock.run(20)  # looked after at 24
+    assert [at for at, _ in rig.calls()][-3:] == [15.0, 24.0, 25.0]
+
+
+def test_a_provider_that_gives_back_something_else_than_it_was_given_is_not_updated_for_ever(rig, clock):
+    rig.start()
+    made = rig.create()
+    rig.provider.pods[made["metadata"]["uid"]]["metadata"]["labels"] = {"its": "own"}
+    clock.run(600)
+    assert rig.calls() == [(0.0, "create")]
 
 
 # --- the shape of it ----------------------------------------------------------------------------------------------

@@ -340,6 +340,17 @@ def test_a_late_removal_of_the_old_namesake_does_not_remove_the_new_one(clock, d
     assert list(reflector.objects) == ["u2"]
 
 
+def test_the_new_namesake_is_known_by_its_name_after_the_late_removal_of_the_old_one(clock, diary, reflect):
+    script = [
+        event("ADDED", seen("a", "u2", "12")),
+        event("DELETED", seen("a", "u1", "13")),
+        event("ADDED", seen("a", "u3", "14")),
+        300.0,
+    ]
+    reflector = reflect(Scripted(clock, lists=[listing(seen("a", "u1"))], watches=[script]))
+    assert list(reflector.objects) == ["u3"]
+
+
 def test_a_list_that_brings_nothing_new_tells_nothing_new(clock, diary, reflect):
     door = Scripted(clock, lists=[listing(seen("a"))], watches=[[5.0, ApiError(410, "Expired", "x")], [300.0]])
     reflect(door)
