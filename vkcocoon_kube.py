@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import structlog
 from gevent.event import Event
 from gevent.pool import Group
+from gevent.queue import LifoQueue
 
 from vkcocoon_probes import Clock, ProbeTimeout, SystemClock, spawn
 
@@ -336,6 +337,7 @@ class HttpKubeApi:
             raise KubeconfigError(f"{files or 'no kubeconfig, and no service account'}: {error}") from error
         client = ApiClient(settings)
         client.user_agent = self._user_agent
+        _use_cooperative_queues(client.rest_client.pool_manager)
         return client
 
     def _reload(self, used: ApiClient, error: ApiError) -> None:
@@ -361,6 +363,18 @@ class HttpKubeApi:
             raise ApiError(0, type(error).__name__, str(error)) from error
         except ValueError as error:  # not JSON, not UTF-8
             raise ApiError(0, "BadAnswer", f"the answer cannot be read: {error}") from error
+
+
+def _use_cooperative_queues(pools: Any) -> None:
+    """Keep connections in gevent's queue, which has no lock.
+
+    The standard one can be entered again by the finalizer of another pool, from the garbage collector, while the same
+    greenlet holds its lock, and then waits for itself (urllib3#3289, gevent#1957).
+    """
+    pools.pool_classes_by_scheme = {
+        scheme: type(pool.__name__, (pool,), {"QueueCls": LifoQueue})
+        for scheme, pool in pools.pool_classes_by_scheme.items()
+    }
 
 
 def _default_kubeconfig() -> str:

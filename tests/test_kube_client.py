@@ -7,6 +7,7 @@ well behaved, a few bytes written by hand stand in for it.
 import json
 
 import gevent
+import gevent.queue
 import pytest
 import yaml
 from gevent.event import Event
@@ -184,6 +185,13 @@ def test_a_separate_client_has_connections_of_its_own(line):
     other.get(path_of())
     other.close()
     assert server.connections == 2 and len(server.requests) == 3
+
+
+def test_connections_are_kept_in_a_queue_without_a_lock(api):
+    """A lock could be waited for by the greenlet that holds it (urllib3#3289)."""
+    pools = api._client.rest_client.pool_manager
+    for url in ("http://127.0.0.1:1", "https://127.0.0.1:1"):
+        assert isinstance(pools.connection_from_url(url).pool, gevent.queue.LifoQueue)
 
 
 def test_every_request_says_who_asks(line):
