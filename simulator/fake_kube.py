@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from simulator.fake_kube_faults import Failure, Gate, Hold, Match, Request
-from simulator.fake_kube_resources import Target, method_not_allowed, parse_path
+from simulator.fake_kube_resources import Target, bad_request, method_not_allowed, parse_path
 from simulator.fake_kube_selectors import Selector, selector
 from simulator.fake_kube_store import PLAIN, Change, DeleteOptions, Store, WriteOptions, revision_of
 from simulator.fake_kube_watch import TornStream, WatchOptions, WatchStream
@@ -284,13 +284,15 @@ class FakeKube(Door):
 
     def post(self, target: Target, body: Object, options: WriteOptions = PLAIN) -> Object:
         """POST: create an object, bind or evict a pod, or answer a review."""
+        if not isinstance(body, dict):
+            raise bad_request("the body of the request was in an unknown format: it is no object")
         if target.subresource == "binding":
             self.store.bind(target.whole, str((body.get("target") or {}).get("name", "")))
             return _success(201)
         if target.subresource == "eviction":
             self.store.delete(target.whole, delete_options(body.get("deleteOptions")))
             return _success(201)
-        if target.subresource or (target.resource.namespaced and not target.namespace):
+        if target.name or (target.resource.namespaced and not target.namespace):
             raise method_not_allowed(target)
         if target.resource.plural == "tokenreviews":
             return self._token_review(body)

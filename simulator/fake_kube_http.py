@@ -13,6 +13,7 @@ serve it on loopback.
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import socket
@@ -54,7 +55,6 @@ _PATCH_KINDS: dict[str, PatchKind] = {
     "application/json-patch+json": "json",
     "application/apply-patch+yaml": "apply",
 }
-_PHRASES = {200: "OK", 201: "Created", 400: "Bad Request", 401: "Unauthorized", 403: "Forbidden", 404: "Not Found"}
 _PROXIED = frozenset({"attach", "exec", "log", "portforward"})
 
 
@@ -88,11 +88,8 @@ class HttpDoor:
             listener, self._application, spawn=self._pool, handler_class=_Handler, log=None, error_log=_log
         )
         self._server.start()
-
-    @property
-    def address(self) -> tuple[str, int]:
         host, port, *_ = self._server.socket.getsockname()
-        return str(host), int(port)
+        self.address = (str(host), int(port))
 
     @property
     def url(self) -> str:
@@ -129,7 +126,7 @@ class HttpDoor:
             answer = _error_answer(error, environ)
         body = answer.encoded()
         headers = [("Content-Type", answer.content_type), ("Content-Length", str(len(body))), *answer.headers]
-        start_response(f"{answer.status} {_PHRASES.get(answer.status, 'Status')}", headers)
+        start_response(f"{answer.status} {http.client.responses.get(answer.status, 'Status')}", headers)
         return [body]
 
     def _stream(self, watch: _Watch, environ: WSGIEnvironment, start_response: StartResponse) -> None:

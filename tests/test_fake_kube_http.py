@@ -1,0 +1,832 @@
+"""The HTTP door of the fake API server, as those see it who will use it: a socket, the official client, and kubectl.
+
+Real sockets on loopback and real time; kubectl is a real process.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import select
+import shutil
+import socket
+import subprocess
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import yaml
+
+from simulator.fake_kube import FakeKube
+from simulator.fake_kube_resources import RESOURCES
+from simulator.fake_kube_table import human_duration, pod_status_word, table
+from vkcocoon_kube import ApiError
+from vkcocoon_probes import Deadline, SystemClock
+
+PODS = "/api/v1/namespaces/default/pods"
+WEB = f"{PODS}/web-0"
+T0 = "2026-01-01T00:00:00Z"
+TABLE = "application/json;as=Table;v=v1;g=meta.k8s.io,application/json"
+
+pytestmark = pytest.mark.process
+
+
+@pytest.fixture
+def kube():
+    return FakeKube(SystemClock())
+
+
+@pytest.fixture
+def door(kube):
+    door = kube.serve()
+    yield door
+    door.close()
+
+
+def pod(name="web-0", **metadata):
+    spec = {"nodeName": "n1", "containers": [{"name": "agent", "image": "acme/vm:24.04"}]}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, **metadata}, "spec": spec}
+
+
+def running(ready=True):
+    word = "True" if ready else "False"
+    container = {"name": "agent", "image": "acme/vm:24.04", "imageID": "", "ready": ready, "restartCount": 0}
+    return {
+        "phase": "Running",
+        "podIP": "10.88.0.5",
+        "conditions": [{"type": "Ready", "status": word, "lastTransitionTime": T0}],
+        "containerStatuses": [{**container, "state": {"running": {"startedAt": T0}}}],
+    }
+
+
+def reached(hold):
+    """Whether a request was held within reasonable real time."""
+    return SystemClock().wait(hold.reached, 10)
+
+
+def eventually(predicate):
+    """For what no request tells of: ask until it is so."""
+    clock = SystemClock()
+    deadline = Deadline(clock, 10)
+    while not predicate() and not deadline.expired:
+        clock.sleep(0.01)
+    return predicate()
+
+
+class Wire:
+    """Raw HTTP over one kept connection."""
+
+    def __init__(self, door):
+        self.connection = http.client.HTTPConnection(*door.address, timeout=10)
+
+    def __call__(self, method, path, body=None, **headers):
+        if body is not None and not isinstance(body, bytes):
+            body = json.dumps(body).encode()
+        self.connection.request(method, path, body, {name.replace("_", "-"): text for name, text in headers.items()})
+        answer = self.connection.getresponse()
+        raw = answer.read()
+        return answer.status, json.loads(raw) if answer.headers["Content-Type"] == "application/json" else raw
+
+
+@pytest.fixture
+def wire(door):
+    wire = Wire(door)
+    yield wire
+    wire.connection.close()
+
+
+@contextlib.contextmanager
+def watching(door, query, accept="application/json"):
+    """A file over the bytes of a watch, headers read."""
+    with socket.create_connection(door.address, timeout=10) as raw:
+        raw.sendall(f"GET {query} HTTP/1.1\r\nHost: x\r\nAccept: {accept}\r\n\r\n".encode())
+        with raw.makefile("rb") as lines:
+            head = b"".join(iter(lines.readline, b"\r\n"))
+            yield head, lines
+
+
+def chunk(lines):
+    size = int(lines.readline(), 16)
+    data = lines.read(size)
+    assert lines.readline() == b"\r\n"
+    return data
+
+
+def event(lines):
+    return json.loads(chunk(lines))
+
+
+# Raw HTTP: bodies, codes, media types --------------------------------------------------------------------------------
+
+
+def test_an_object_makes_its_way_through_all_verbs(wire):
+    status, made = wire("POST", PODS, pod())
+    assert (status, made["status"]["phase"]) == (201, "Pending")
+    assert wire("GET", WEB) == (200, made)
+    status, page = wire("GET", PODS)
+    assert (status, page["kind"], page["items"]) == (200, "PodList", [made])
+    status, patched = wire(
+        "PATCH", WEB, {"metadata": {"labels": {"a": "b"}}}, Content_Type="application/merge-patch+json"
+    )
+    assert (status, patched["metadata"]["labels"]) == (200, {"a": "b"})
+    assert wire("PUT", WEB, patched) == (200, patched)
+    status, marked = wire("DELETE", WEB, {"gracePeriodSeconds": 5})
+    assert (status, marked["metadata"]["deletionGracePeriodSeconds"]) == (200, 5)
+    assert wire("DELETE", f"{WEB}?gracePeriodSeconds=0")[0] == 200
+    status, gone = wire("GET", WEB)
+    assert (status, gone) == (
+        404,
+        {
+            "kind": "Status",
+            "apiVersion": "v1",
+            "metadata": {},
+            "status": "Failure",
+            "message": 'pods "web-0" not found',
+            "reason": "NotFound",
+            "details": {"name": "web-0", "kind": "pods"},
+            "code": 404,
+        },
+    )
+
+
+@pytest.mark.parametrize(
+    ("content_type", "body", "label"),
+    [
+        ("application/strategic-merge-patch+json", {"metadata": {"labels": {"x": "1"}}}, "1"),
+        ("application/merge-patch+json; charset=utf-8", {"metadata": {"labels": {"x": "2"}}}, "2"),
+        ("application/json-patch+json", [{"op": "add", "path": "/metadata/labels", "value": {"x": "3"}}], "3"),
+        ("application/apply-patch+yaml", b"metadata: {name: web-0, labels: {x: '4'}}", "4"),
+    ],
+)
+def test_every_patch_type_is_known_by_its_media_type(wire, content_type, body, label):
+    wire("POST", PODS, pod())
+    status, patched = wire("PATCH", WEB, body, Content_Type=content_type)
+    assert (status, patched["metadata"]["labels"]) == (200, {"x": label})
+
+
+def test_an_apply_creates_what_is_not_there(wire):
+    body = yaml.safe_dump(pod()).encode()
+    status, made = wire("PATCH", f"{WEB}?fieldManager=me", body, Content_Type="application/apply-patch+yaml")
+    assert (status, made["metadata"]["name"]) == (201, "web-0")
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "content_type", "expected"),
+    [
+        ("PATCH", WEB, {}, "application/json", (415, "UnsupportedMediaType")),
+        ("PATCH", WEB, b"{", "application/merge-patch+json", (400, "BadRequest")),
+        ("PATCH", WEB, [], "application/merge-patch+json", (400, "BadRequest")),
+        ("POST", PODS, b"\xff", "application/json", (400, "BadRequest")),
+        ("POST", PODS, [], "application/json", (400, "BadRequest")),
+        ("POST", PODS, b"k8s\0", "application/vnd.kubernetes.protobuf", (415, "UnsupportedMediaType")),
+        ("POST", WEB, {}, "application/json", (405, "MethodNotAllowed")),
+        ("BREW", PODS, None, "", (405, "MethodNotAllowed")),
+        ("GET", f"{PODS}?limit=many", None, "", (400, "BadRequest")),
+        ("GET", f"{PODS}?resourceVersion=999999", None, "", (504, "Timeout")),
+        ("GET", f"{PODS}?watch=1&sendInitialEvents=true", None, "", (422, "Invalid")),
+        ("GET", f"{WEB}/log", None, "", (501, "NotImplemented")),
+        ("GET", "/nope", None, "", (404, "NotFound")),
+        ("POST", PODS, b"x" * (3 * 1024 * 1024 + 1), "application/json", (413, "RequestEntityTooLarge")),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_status_object(wire, method, path, body, content_type, expected):
+    wire("POST", PODS, pod())
+    status, answer = wire(method, path, body, Content_Type=content_type)
+    assert (status, answer["reason"]) == expected
+    assert (answer["kind"], answer["status"], answer["code"]) == ("Status", "Failure", status)
+
+
+def test_unknown_fields_are_named_in_a_warning_or_refused(door, kube):
+    body = {**pod(), "spec": {**pod()["spec"], "nodename": "n1"}}
+    connection = http.client.HTTPConnection(*door.address, timeout=10)
+    connection.request("POST", PODS, json.dumps(body))
+    answer = connection.getresponse()
+    answer.read()
+    assert (answer.status, answer.headers["Warning"]) == (201, '299 - "unknown field \\"spec.nodename\\""')
+    connection.request("POST", f"{PODS}?fieldValidation=Strict", json.dumps(body))
+    answer = connection.getresponse()
+    assert answer.status == 400
+    assert json.loads(answer.read())["message"].endswith('strict decoding error: unknown field "spec.nodename"')
+    connection.close()
+
+
+def test_a_dry_run_changes_nothing(wire, kube):
+    assert wire("POST", f"{PODS}?dryRun=All", pod())[0] == 201
+    assert wire("GET", WEB)[0] == 404
+    wire("POST", PODS, pod())
+    before = kube.store.revision
+    merge = {"Content_Type": "application/merge-patch+json"}
+    status, patched = wire("PATCH", f"{WEB}?dryRun=All", {"metadata": {"labels": {"a": "b"}}}, **merge)
+    assert (status, patched["metadata"]["labels"]) == (200, {"a": "b"})
+    assert wire("DELETE", f"{WEB}?dryRun=All")[0] == 200
+    assert kube.store.revision == before
+
+
+def test_a_collection_can_be_deleted_by_selector(wire):
+    for name in "abc":
+        wire("POST", PODS, pod(name, labels={"app": "x" if name < "c" else "y"}))
+    assert wire("DELETE", f"{PODS}?labelSelector=app%3Dx&gracePeriodSeconds=0")[0] == 200
+    assert [item["metadata"]["name"] for item in wire("GET", PODS)[1]["items"]] == ["c"]
+
+
+def test_a_put_that_creates_says_so(wire):
+    path = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/n1"
+    status, made = wire("PUT", path, {"metadata": {"name": "n1"}, "spec": {"holderIdentity": "n1"}})
+    assert status == 201
+    assert wire("PUT", path, made)[0] == 200
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/livez", "/readyz"])
+def test_health_is_plain_text(wire, path):
+    assert wire("GET", path) == (200, b"ok")
+
+
+def test_discovery_names_every_resource_and_its_parts(wire):
+    assert wire("GET", "/version")[1]["gitVersion"].startswith("v1.")
+    assert wire("GET", "/api")[1]["versions"] == ["v1"]
+    groups = [group["name"] for group in wire("GET", "/apis")[1]["groups"]]
+    assert groups == ["authentication.k8s.io", "authorization.k8s.io", "coordination.k8s.io"]
+    entries = {entry["name"]: entry for entry in wire("GET", "/api/v1")[1]["resources"]}
+    assert entries["pods"]["shortNames"] == ["po"]
+    assert entries["pods"]["singularName"] == "pod"
+    eviction = entries["pods/eviction"]
+    assert (eviction["kind"], eviction["group"], eviction["version"]) == ("Eviction", "policy", "v1")
+    for group in groups:
+        assert wire("GET", f"/apis/{group}")[1]["kind"] == "APIGroup"
+        assert wire("GET", f"/apis/{group}/v1")[1]["resources"]
+
+
+def test_the_openapi_document_refers_only_to_what_it_defines(wire):
+    for entry in wire("GET", "/openapi/v3")[1]["paths"].values():
+        status, document = wire("GET", entry["serverRelativeURL"])
+        text = json.dumps(document)
+        defined = document["components"]["schemas"]
+        references = {part.partition('"')[0] for part in text.split("#/components/schemas/")[1:]}
+        assert (status, document["openapi"]) == (200, "3.0.0")
+        assert references <= defined.keys()
+
+
+# Raw HTTP: watches ---------------------------------------------------------------------------------------------------
+
+
+def test_a_watch_answers_at_once_and_sends_one_line_per_event(door, kube):
+    with watching(door, f"{PODS}?watch=true") as (head, lines):
+        # The headers are here though nothing has happened yet.
+        assert head.startswith(b"HTTP/1.1 200 OK")
+        assert b"Content-Type: application/json" in head
+        kube.create(PODS, pod("a"))
+        first = chunk(lines)
+        kube.create(PODS, pod("b"))
+        second = chunk(lines)
+    assert first.endswith(b"}\n")
+    assert first.count(b"\n") == second.count(b"\n") == 1
+    assert [json.loads(line)["object"]["metadata"]["name"] for line in (first, second)] == ["a", "b"]
+
+
+def test_a_watch_ends_cleanly_at_its_time_with_a_bookmark_for_those_who_asked(door):
+    with watching(door, f"{PODS}?watch=1&timeoutSeconds=1&allowWatchBookmarks=true") as (_, lines):
+        assert event(lines)["type"] == "BOOKMARK"
+        assert lines.readline() == b"0\r\n"
+    with watching(door, f"{PODS}?watch=1&timeoutSeconds=1") as (_, lines):
+        assert lines.readline() == b"0\r\n"
+
+
+def test_a_watch_too_late_is_told_in_a_line_or_by_code(door, kube, wire):
+    kube.create(PODS, pod())
+    kube.expire_history()
+    with watching(door, f"{PODS}?watch=true&resourceVersion=5") as (head, lines):
+        assert head.startswith(b"HTTP/1.1 200")
+        told = event(lines)
+        assert (told["type"], told["object"]["code"], lines.readline()) == ("ERROR", 410, b"0\r\n")
+    kube.gone = "http"
+    status, answer = wire("GET", f"{PODS}?watch=true&resourceVersion=5")
+    assert (status, answer["reason"]) == (410, "Expired")
+
+
+def test_a_cut_in_the_middle_of_a_line_is_one(door, kube):
+    with watching(door, f"{PODS}?watch=true") as (_, lines):
+        kube.create(PODS, pod())
+        event(lines)
+        kube.cut_watches(mid_line=True)
+        torn = chunk(lines)
+        with pytest.raises(ValueError, match="Expecting value"):
+            json.loads(torn)
+        assert lines.read() == b""  # No last chunk: whoever counts knows that something is missing.
+
+
+def test_lines_can_arrive_in_pieces_that_split_characters(door, kube):
+    door.chunk_bytes = 999  # The text is ten bytes long, again and again.
+    text = "名前🦋" * 3000
+    with watching(door, f"{PODS}?watch=true") as (_, lines):
+        kube.create(PODS, pod(annotations={"name": text}))
+        pieces = [chunk(lines)]
+        while not pieces[-1].endswith(b"\n"):
+            pieces.append(chunk(lines))
+    assert {len(piece) for piece in pieces[:-1]} == {999}
+    split = 0
+    for piece in pieces:
+        try:
+            piece.decode()
+        except UnicodeDecodeError:
+            split += 1
+    assert split > 1
+    assert json.loads(b"".join(pieces))["object"]["metadata"]["annotations"]["name"] == text
+
+
+def test_nobody_reads_on_for_a_client_that_hung_up(door, kube):
+    with watching(door, f"{PODS}?watch=true"):
+        assert kube.open_watches == 1
+    assert eventually(lambda: not kube.open_watches)
+
+
+def test_a_closed_door_breaks_watches_and_refuses(door, kube):
+    with watching(door, f"{PODS}?watch=true") as (_, lines):
+        door.close()
+        assert lines.read() == b""
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(door.address, timeout=5)
+
+
+# Raw HTTP: faults ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [401, 403, 409, 410, 422, 429, 500, 503])
+def test_faults_reach_the_wire_with_their_words(wire, kube, status):
+    kube.fail("LIST */pods", ApiError(status, "SomeReason", "some message", retry_after=7.0))
+    code, answer = wire("GET", PODS)
+    assert (code, answer["reason"], answer["message"]) == (status, "SomeReason", "some message")
+    assert answer["details"] == {"retryAfterSeconds": 7}
+    assert wire("GET", PODS)[0] == 200
+
+
+def test_no_answer_is_no_answer(door, kube):
+    kube.down = True
+    with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
+        Wire(door)("GET", PODS)
+    kube.down = False
+    kube.fail("POST *", ApiError(0, "ConnectionReset"), stored=True)
+    with pytest.raises((http.client.RemoteDisconnected, ConnectionResetError)):
+        Wire(door)("POST", PODS, pod())
+    assert Wire(door)("POST", PODS, pod())[0] == 409
+
+
+def test_a_held_request_stays_open_and_silent(door, kube):
+    hold = kube.hang("LIST */pods")
+    with socket.create_connection(door.address, timeout=10) as raw, raw.makefile("rb") as lines:
+        raw.sendall(f"GET {PODS} HTTP/1.1\r\nHost: x\r\n\r\n".encode())
+        assert reached(hold)
+        assert select.select([raw], [], [], 0.1)[0] == []
+        hold.release()
+        assert lines.readline() == b"HTTP/1.1 200 OK\r\n"
+
+
+# Tables --------------------------------------------------------------------------------------------------------------
+
+
+def resource(plural):
+    return next(item for item in RESOURCES if item.plural == plural)
+
+
+def cells(kube, path, plural, now="2026-01-01T01:00:00+00:00"):
+    page = table(
+        resource(plural), kube.list(path)["items"], datetime.fromisoformat(now), include="Metadata", metadata={}
+    )
+    names = [column["name"] for column in page["columnDefinitions"]]
+    return [dict(zip(names, row["cells"], strict=True)) for row in page["rows"]]
+
+
+def test_a_table_has_rows_for_people_and_metadata_for_kubectl(wire, kube):
+    kube.create(PODS, pod())
+    kube.patch(f"{WEB}/status", {"status": running()}, kind="strategic")
+    status, page = wire("GET", PODS, Accept=TABLE)
+    (row,) = page["rows"]
+    assert (status, page["kind"], page["metadata"]["resourceVersion"]) == (200, "Table", "6")
+    assert [column["name"] for column in page["columnDefinitions"] if not column["priority"]] == [
+        "Name",
+        "Ready",
+        "Status",
+        "Restarts",
+        "Age",
+    ]
+    assert row["cells"][:4] == ["web-0", "1/1", "Running", "0"]
+    assert row["cells"][5:] == ["10.88.0.5", "n1", "<none>", "<none>"]
+    assert (row["object"]["kind"], row["object"]["metadata"]["name"]) == ("PartialObjectMetadata", "web-0")
+    assert wire("GET", f"{WEB}?includeObject=Object", Accept=TABLE)[1]["rows"][0]["object"]["kind"] == "Pod"
+    assert wire("GET", f"{WEB}?includeObject=None", Accept=TABLE)[1]["rows"][0]["object"] is None
+
+
+def test_a_watch_of_a_table_has_one_row_per_event(door, kube):
+    with watching(door, f"{PODS}?watch=true&timeoutSeconds=1&allowWatchBookmarks=true", TABLE) as (_, lines):
+        kube.create(PODS, pod())
+        first, bookmark = event(lines), event(lines)
+    assert (first["type"], first["object"]["kind"], len(first["object"]["rows"])) == ("ADDED", "Table", 1)
+    assert (bookmark["type"], bookmark["object"]["rows"]) == ("BOOKMARK", [])
+    assert bookmark["object"]["metadata"]["resourceVersion"] == "5"
+
+
+STATES = {
+    "Pending": {},
+    "ContainerCreating": {"phase": "Pending", "state": {"waiting": {"reason": "ContainerCreating"}}},
+    "Running": {"phase": "Running", "ready": True, "state": {"running": {}}},
+    "Hibernated": {"phase": "Pending", "state": {"waiting": {"reason": "Hibernated"}}},
+    "Evicted": {"phase": "Failed", "reason": "Evicted"},
+    "Completed": {"phase": "Succeeded", "state": {"terminated": {"exitCode": 0, "reason": "Completed"}}},
+    "ExitCode:3": {"phase": "Failed", "state": {"terminated": {"exitCode": 3}}},
+    "Signal:9": {"phase": "Failed", "state": {"terminated": {"exitCode": 137, "signal": 9}}},
+}
+
+
+@pytest.mark.parametrize("word", STATES)
+def test_status_says_what_kubectl_users_know(kube, word):
+    wanted = STATES[word]
+    kube.create(PODS, pod())
+    status = {key: value for key, value in wanted.items() if key in ("phase", "reason")}
+    if "state" in wanted:
+        item = {"name": "agent", "image": "x", "imageID": "", "restartCount": 0, "ready": wanted.get("ready", False)}
+        status["containerStatuses"] = [{**item, "state": wanted["state"]}]
+    shown = kube.patch(f"{WEB}/status", {"status": status}, kind="strategic")
+    assert pod_status_word(shown) == word
+
+
+def test_a_pod_that_is_going_is_terminating_until_it_has_ended(kube):
+    kube.create(PODS, pod())
+    assert pod_status_word(kube.delete(WEB)) == "Terminating"
+    shown = kube.patch(f"{WEB}/status", {"status": {"phase": "Succeeded"}}, kind="strategic")
+    assert pod_status_word(shown) == "Succeeded"
+
+
+def test_init_containers_come_first(kube):
+    init = [{"name": "one", "image": "x"}, {"name": "two", "image": "x"}]
+    kube.create(PODS, {**pod(), "spec": {**pod()["spec"], "initContainers": init}})
+
+    def word(*states):
+        items = [
+            {"name": name, "image": "x", "imageID": "", "ready": False, "restartCount": 0, "state": state}
+            for name, state in zip(("one", "two"), states, strict=False)
+        ]
+        body = {"status": {"initContainerStatuses": items}}
+        return pod_status_word(kube.patch(f"{WEB}/status", body, kind="strategic"))
+
+    done = {"terminated": {"exitCode": 0, "reason": "Completed"}}
+    assert word({"running": {}}) == "Init:0/2"
+    assert word(done, {"waiting": {"reason": "PodInitializing"}}) == "Init:1/2"
+    assert word(done, {"waiting": {"reason": "ErrImagePull"}}) == "Init:ErrImagePull"
+    assert word({"terminated": {"exitCode": 2, "reason": "Error"}}) == "Init:Error"
+    assert word(done, done) == "Pending"
+
+
+def test_restarts_say_how_long_ago(kube):
+    kube.create(PODS, pod())
+    (item,) = running()["containerStatuses"]
+    ended = {"terminated": {"exitCode": 1, "finishedAt": "2026-01-01T00:58:00Z"}}
+    body = {"status": {"phase": "Running", "containerStatuses": [{**item, "restartCount": 2, "lastState": ended}]}}
+    kube.patch(f"{WEB}/status", body, kind="strategic")
+    assert cells(kube, PODS, "pods")[0]["Restarts"] == "2 (2m ago)"
+
+
+def test_readiness_gates_are_counted(kube):
+    kube.create(
+        PODS, {**pod(), "spec": {**pod()["spec"], "readinessGates": [{"conditionType": "a"}, {"conditionType": "b"}]}}
+    )
+    body = {"status": {"conditions": [{"type": "a", "status": "True"}]}}
+    kube.patch(f"{WEB}/status", body, kind="strategic")
+    assert cells(kube, PODS, "pods")[0]["Readiness Gates"] == "1/2"
+
+
+@pytest.mark.parametrize(
+    ("conditions", "unschedulable", "word"),
+    [
+        ([], False, "Unknown"),
+        ([{"type": "Ready", "status": "True"}], False, "Ready"),
+        ([{"type": "Ready", "status": "Unknown"}], False, "NotReady"),
+        ([{"type": "Ready", "status": "True"}], True, "Ready,SchedulingDisabled"),
+    ],
+)
+def test_node_status(kube, conditions, unschedulable, word):
+    body = {"spec": {"unschedulable": unschedulable}, "status": {"conditions": conditions}}
+    kube.create("/api/v1/nodes", {"metadata": {"name": "n1"}, **body})
+    assert cells(kube, "/api/v1/nodes", "nodes")[0]["Status"] == word
+
+
+def test_node_roles_and_addresses(kube):
+    labels = {"node-role.kubernetes.io/agent": "", "kubernetes.io/role": "vm"}
+    status = {"addresses": [{"type": "Hostname", "address": "h"}, {"type": "InternalIP", "address": "192.0.2.1"}]}
+    kube.create("/api/v1/nodes", {"metadata": {"name": "n1", "labels": labels}, "status": status})
+    (row,) = cells(kube, "/api/v1/nodes", "nodes")
+    assert (row["Roles"], row["Internal-IP"], row["External-IP"]) == ("agent,vm", "192.0.2.1", "<none>")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (-5, "<invalid>"),
+        (-1, "0s"),
+        (0, "0s"),
+        (119, "119s"),
+        (120, "2m"),
+        (330, "5m30s"),
+        (600, "10m"),
+        (10799, "179m"),
+        (10800, "3h"),
+        (12000, "3h20m"),
+        (28800, "8h"),
+        (172799, "47h"),
+        (172800, "2d"),
+        (187200, "2d4h"),
+        (691200, "8d"),
+        (63071999, "729d"),
+        (63072000, "2y"),
+        (64800000, "2y20d"),
+        (315360000, "10y"),
+    ],
+)
+def test_ages(seconds, text):
+    assert human_duration(timedelta(seconds=seconds)) == text
+
+
+# The official client -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def core(door, tmp_path):
+    from kubernetes import client, config
+
+    path = tmp_path / "config"
+    path.write_text(door.kubeconfig())
+    return client.CoreV1Api(config.new_client_from_config(str(path)))
+
+
+def test_the_client_reads_what_it_wrote(core):
+    from kubernetes import client
+
+    container = client.V1Container(name="agent", image="acme/vm")
+    spec = client.V1PodSpec(containers=[container], node_name="n1")
+    core.create_namespaced_pod("default", client.V1Pod(metadata=client.V1ObjectMeta(name="web-0"), spec=spec))
+    core.patch_namespaced_pod_status("web-0", "default", {"status": running()})
+    seen = core.read_namespaced_pod("web-0", "default")
+    assert (seen.status.phase, seen.status.pod_ip, seen.status.conditions[0].type) == ("Running", "10.88.0.5", "Ready")
+    assert datetime.now(UTC) - seen.metadata.creation_timestamp < timedelta(minutes=1)  # noqa: TID251  real time
+    assert [item.metadata.name for item in core.list_pod_for_all_namespaces(limit=1).items] == ["web-0"]
+
+
+def test_the_client_sends_times_that_are_understood(core, kube):
+    from kubernetes import client
+
+    kube.create(PODS, pod())
+    moment = datetime(2026, 1, 1, 12, 0, 0, 250000, tzinfo=UTC)
+    core.patch_namespaced_pod_status("web-0", "default", client.V1Pod(status=client.V1PodStatus(start_time=moment)))
+    assert kube.get(WEB)["status"]["startTime"] == "2026-01-01T12:00:00Z"
+
+
+def test_the_client_deletes_with_grace_and_precondition(core, kube):
+    from kubernetes import client
+
+    uid = kube.create(PODS, pod())["metadata"]["uid"]
+    other = client.V1DeleteOptions(preconditions=client.V1Preconditions(uid="other"))
+    with pytest.raises(client.ApiException) as caught:
+        core.delete_namespaced_pod("web-0", "default", body=other)
+    assert (caught.value.status, caught.value.reason) == (409, "Conflict")
+    ours = client.V1DeleteOptions(grace_period_seconds=3, preconditions=client.V1Preconditions(uid=uid))
+    core.delete_namespaced_pod("web-0", "default", body=ours)
+    assert kube.get(WEB)["metadata"]["deletionGracePeriodSeconds"] == 3
+    core.delete_namespaced_pod("web-0", "default", grace_period_seconds=0)
+    with pytest.raises(client.ApiException):
+        core.read_namespaced_pod("web-0", "default")
+
+
+def test_the_clients_watch_follows(core, kube):
+    from kubernetes import watch
+
+    kube.create(PODS, pod())
+    seen = []
+    for item in watch.Watch().stream(core.list_namespaced_pod, "default", timeout_seconds=5):
+        seen.append((item["type"], item["object"].metadata.name))
+        if item["type"] == "ADDED":
+            kube.delete(WEB)
+        elif item["type"] == "MODIFIED":
+            kube.delete(WEB, grace_seconds=0)
+        else:
+            break
+    assert seen == [("ADDED", "web-0"), ("MODIFIED", "web-0"), ("DELETED", "web-0")]
+
+
+def test_the_client_reports_expiry(core, kube):
+    from kubernetes import client, watch
+
+    kube.create(PODS, pod())
+    kube.expire_history()
+    stream = watch.Watch().stream(core.list_namespaced_pod, "default", resource_version="5", timeout_seconds=5)
+    with pytest.raises(client.ApiException) as caught:
+        next(stream)
+    assert caught.value.status == 410
+
+
+# kubectl -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def kubectl(door, tmp_path):
+    program = shutil.which("kubectl")
+    if program is None:
+        pytest.skip("kubectl is not installed")
+    config = tmp_path / "config"
+    config.write_text(door.kubeconfig())
+    # A home of its own: kubectl caches discovery there, by address.
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "KUBECONFIG": str(config)}
+
+    def run(*arguments, ok=True, stdin=""):
+        done = subprocess.run(
+            [program, *arguments], input=stdin, env=environment, capture_output=True, text=True, timeout=30, check=False
+        )
+        assert (done.returncode == 0) is ok, done.stdout + done.stderr
+        return (done.stdout if ok else done.stderr).rstrip()
+
+    run.start = lambda *arguments: subprocess.Popen(
+        [program, *arguments], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    return run
+
+
+@pytest.fixture
+def web(kube):
+    kube.create(PODS, pod(labels={"app": "web"}))
+    return kube.patch(f"{WEB}/status", {"status": running()}, kind="strategic")
+
+
+@pytest.fixture
+def node(kube):
+    status = {
+        "capacity": {"cpu": "8", "memory": "32Gi", "pods": "110"},
+        "conditions": [{"type": "Ready", "status": "True", "reason": "KubeletReady", "lastTransitionTime": T0}],
+        "addresses": [{"type": "InternalIP", "address": "192.0.2.1"}],
+        "nodeInfo": {"kubeletVersion": "v1.32.0-cocoon"},
+    }
+    return kube.create("/api/v1/nodes", {"metadata": {"name": "n1"}, "status": status})
+
+
+def columns(line):
+    return line.split()
+
+
+def test_kubectl_get_in_all_shapes(kubectl, web):
+    head, row = kubectl("get", "pods", "-A").splitlines()
+    assert columns(head) == ["NAMESPACE", "NAME", "READY", "STATUS", "RESTARTS", "AGE"]
+    assert columns(row)[:5] == ["default", "web-0", "1/1", "Running", "0"]
+    head, row = kubectl("get", "po", "-o", "wide").splitlines()
+    assert columns(head)[5:9] == ["IP", "NODE", "NOMINATED", "NODE"]
+    assert columns(row)[5:7] == ["10.88.0.5", "n1"]
+    assert json.loads(kubectl("get", "pod", "web-0", "-o", "json"))["metadata"]["uid"] == web["metadata"]["uid"]
+    assert yaml.safe_load(kubectl("get", "pod", "web-0", "-o", "yaml"))["status"]["podIP"] == "10.88.0.5"
+    assert kubectl("get", "pods", "-l", "app in (web,x)", "-o", "name") == "pod/web-0"
+    assert kubectl("get", "pods", "--field-selector", "spec.nodeName=n2", "-o", "name") == ""
+    assert kubectl("get", "pod", "nope", ok=False) == 'Error from server (NotFound): pods "nope" not found'
+
+
+def test_kubectl_get_w_follows_a_flip(kubectl, kube, web):
+    watching = kube.hang("WATCH *")
+    process = kubectl.start("get", "pods", "-w")
+    try:
+        lines = [process.stdout.readline() for _ in range(2)]
+        assert reached(watching)
+        watching.release()
+        kube.patch(f"{WEB}/status", {"status": running(ready=False)}, kind="strategic")
+        lines.append(process.stdout.readline())
+        kube.delete(WEB)
+        lines.append(process.stdout.readline())
+    finally:
+        process.kill()
+        process.communicate()
+    assert [columns(line)[1:3] for line in lines] == [
+        ["READY", "STATUS"],
+        ["1/1", "Running"],
+        ["0/1", "Running"],
+        ["0/1", "Terminating"],
+    ]
+
+
+def test_kubectl_nodes_and_cordon(kubectl, kube, node):
+    head, row = kubectl("get", "nodes").splitlines()
+    assert columns(head) == ["NAME", "STATUS", "ROLES", "AGE", "VERSION"]
+    assert (columns(row)[1], columns(row)[4]) == ("Ready", "v1.32.0-cocoon")
+    assert kubectl("cordon", "n1") == "node/n1 cordoned"
+    assert columns(kubectl("get", "nodes").splitlines()[1])[1] == "Ready,SchedulingDisabled"
+    assert kubectl("uncordon", "n1") == "node/n1 uncordoned"
+    assert kubectl("taint", "node", "n1", "a=b:NoSchedule") == "node/n1 tainted"
+    assert kube.get("/api/v1/nodes/n1")["spec"]["taints"] == [{"key": "a", "value": "b", "effect": "NoSchedule"}]
+
+
+def test_kubectl_describe(kubectl, kube, web, node):
+    about = {"kind": "Pod", "namespace": "default", "name": "web-0", "uid": web["metadata"]["uid"]}
+    body = {"metadata": {"name": "e1"}, "involvedObject": about, "reason": "Healthy", "message": "the guest answers"}
+    body |= {
+        "type": "Normal",
+        "count": 1,
+        "firstTimestamp": T0,
+        "lastTimestamp": T0,
+        "source": {"component": "vk-cocoon"},
+    }
+    kube.create("/api/v1/namespaces/default/events", body)
+    told = kubectl("describe", "pod", "web-0")
+    assert "Conditions: Type Status Ready True" in " ".join(told.split())
+    assert "the guest answers" in told
+    assert "10.88.0.5" in told
+    told = kubectl("describe", "node", "n1")
+    assert "KubeletReady" in told
+    assert "web-0" in told.partition("Non-terminated Pods")[2]
+    head, row = kubectl("get", "events").splitlines()
+    assert columns(head) == ["LAST", "SEEN", "TYPE", "REASON", "OBJECT", "MESSAGE"]
+    assert columns(row)[1:4] == ["Normal", "Healthy", "pod/web-0"]
+
+
+def test_kubectl_wait_sees_the_condition_come(kubectl, kube):
+    kube.create(PODS, pod())
+    watching = kube.hang("WATCH *")
+    process = kubectl.start("wait", "--for=condition=Ready", "pod/web-0", "--timeout=20s")
+    assert reached(watching)  # It has looked, and the condition was not there.
+    watching.release()
+    kube.patch(f"{WEB}/status", {"status": running()}, kind="strategic")
+    assert process.communicate(timeout=20)[0] == "pod/web-0 condition met\n"
+    assert "timed out" in kubectl("wait", "--for=condition=Gate", "pod/web-0", "--timeout=1s", ok=False)
+
+
+def test_kubectl_create_validates(kubectl, kube):
+    assert kubectl("create", "-f", "-", stdin=yaml.safe_dump(pod())) == "pod/web-0 created"
+    told = kubectl("create", "-f", "-", stdin=yaml.safe_dump(pod()), ok=False)
+    assert "(AlreadyExists)" in told
+    wrong = {**pod("other"), "spec": {**pod()["spec"], "nodename": "n1"}}
+    told = kubectl("create", "-f", "-", stdin=yaml.safe_dump(wrong), ok=False)
+    assert 'unknown field "spec.nodename"' in told
+    created = [request for request in kube.requests if request.verb == "POST"]
+    assert created[0].options["fieldValidation"] == "Strict"
+
+
+def test_kubectl_apply_creates_changes_and_knows_when_nothing_changed(kubectl, kube):
+    body = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "c"}, "data": {"a": "1", "b": "2"}}
+    assert kubectl("apply", "-f", "-", stdin=yaml.safe_dump(body)) == "configmap/c created"
+    assert kubectl("apply", "-f", "-", stdin=yaml.safe_dump(body)) == "configmap/c unchanged"
+    del body["data"]["b"]
+    assert kubectl("apply", "-f", "-", stdin=yaml.safe_dump(body)) == "configmap/c configured"
+    assert kube.get("/api/v1/namespaces/default/configmaps/c")["data"] == {"a": "1"}
+    assert kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=yaml.safe_dump(pod())) == (
+        "pod/web-0 serverside-applied"
+    )
+
+
+def test_kubectl_annotates_labels_and_patches(kubectl, kube, web):
+    kubectl("annotate", "pod", "web-0", "vm.cocoonstack.io/probe-port=3389")
+    kubectl("label", "pod", "web-0", "tier=front")
+    kubectl("patch", "pod", "web-0", "-p", '{"metadata":{"labels":{"x":"y"}}}')
+    kubectl("patch", "pod", "web-0", "--type=json", "-p", '[{"op":"remove","path":"/metadata/labels/app"}]')
+    kubectl("patch", "pod", "web-0", "--subresource=status", "-p", '{"status":{"message":"by hand"}}')
+    seen = kube.get(WEB)
+    assert seen["metadata"]["annotations"] == {"vm.cocoonstack.io/probe-port": "3389"}
+    assert seen["metadata"]["labels"] == {"tier": "front", "x": "y"}
+    assert seen["status"]["message"] == "by hand"
+    told = kubectl("patch", "pod", "web-0", "-p", '{"spec":{"nodeName":"n2"}}', ok=False)
+    assert "pod updates may not change fields other than" in told
+
+
+def test_kubectl_delete_waits_for_the_end(kubectl, kube, web):
+    watching = kube.hang("WATCH *")
+    process = kubectl.start("delete", "pod", "web-0")
+    assert reached(watching)
+    watching.release()
+    assert kube.get(WEB)["metadata"]["deletionGracePeriodSeconds"] == 30
+    assert process.poll() is None
+    kube.delete(WEB, grace_seconds=0)
+    assert process.communicate(timeout=20)[0] == 'pod "web-0" deleted\n'
+
+
+def test_kubectl_force_deletes_at_once(kubectl, kube, web):
+    assert kubectl("delete", "pod", "web-0", "--grace-period=0", "--force") == 'pod "web-0" force deleted'
+    assert kubectl("get", "pods", "-o", "name") == ""
+
+
+def test_kubectl_drain_evicts(kubectl, kube, node, web):
+    evicting = kube.hang("POST */eviction", stored=True)
+    process = kubectl.start("drain", "n1", "--force", "--timeout=20s")
+    assert reached(evicting)
+    assert "deletionTimestamp" in kube.get(WEB)["metadata"]
+    evicting.release()
+    kube.delete(WEB, grace_seconds=0)
+    assert process.communicate(timeout=20)[0].endswith("node/n1 drained\n")
+    assert [request.verb for request in kube.requests if request.path.endswith("/eviction")] == ["POST"]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("logs", "web-0"), ("exec", "web-0", "--", "ls"), ("attach", "web-0"), ("port-forward", "web-0", "0:80")],
+)
+def test_kubectl_says_what_is_not_available(kubectl, web, arguments):
+    assert "this API server has no way to the nodes" in kubectl(*arguments, ok=False)
+
+
+def test_kubectl_shows_the_error_of_a_fault(kubectl, kube, web):
+    kube.fail("LIST */pods", ApiError(403, "Forbidden", "not today"))
+    assert kubectl("get", "pods", ok=False) == "Error from server (Forbidden): not today"
+
+
+def test_kubectl_finds_its_way_around(kubectl, web):
+    assert "leases" in kubectl("api-resources")
+    assert "Server Version: v1." in kubectl("version")
+    assert "podIP <string>" in kubectl("explain", "pod.status.podIP")
+    assert "FIELD: conditions <[]PodCondition>" in kubectl("explain", "pod.status.conditions")
