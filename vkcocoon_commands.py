@@ -25,10 +25,12 @@ from typing import Protocol
 
 from gevent import Greenlet, subprocess
 from gevent.event import Event
+from gevent.monkey import get_original
 from gevent.os import make_nonblocking, nb_read
 from gevent.pool import Group
 
 from vkcocoon_probes import Clock, SystemClock, spawn
+from vkcocoon_status import ProviderFailure
 
 __all__ = ["CommandError", "CommandRunner", "CommandStream", "Completed", "Execute", "Stream", "masked"]
 
@@ -51,6 +53,10 @@ SECRET_FLAGS = frozenset({"--vnc-password", "--password", "-e"})  # -e NAME=VALU
 MASK = "***"
 
 
+# gevent's own close waits for the hub to wake up; a write end kept open by an idle hub is an end of file nobody sees.
+_close: Callable[[int], None] = get_original("os", "close")
+
+
 @dataclass(frozen=True, slots=True)
 class Completed:
     """A command that ran to its end. `returncode` is negative for a death by signal."""
@@ -60,7 +66,7 @@ class Completed:
     stderr: str
 
 
-class CommandError(Exception):
+class CommandError(ProviderFailure):
     """A command that could not be run, was over its limit, failed, or gave an answer nobody can read.
 
     `returncode` is None when there is none. Secrets are masked in `argv`, in `stderr` (the end of it) and in the text.
@@ -184,18 +190,17 @@ class _Pipe:
         self.drained = Event()
 
     def begin(self) -> None:
-        os.close(self.end)
+        _close(self.end)
         make_nonblocking(self._source)
         self._reader = spawn(self._group, "read the output of a command", self._drain)
+        # Not at the end of the reader's own function: one that is killed before it ever ran would leave it open.
+        self._reader.rawlink(lambda _reader: _close(self._source))
 
     def _drain(self) -> None:
-        try:
-            while chunk := nb_read(self._source, CHUNK):
-                self._keep(chunk)
-                self._clock.sleep(0)  # a writer faster than us would otherwise hold the hub
-            self.drained.set()
-        finally:
-            os.close(self._source)
+        while chunk := nb_read(self._source, CHUNK):
+            self._keep(chunk)
+            self._clock.sleep(0)  # a writer faster than us would otherwise hold the hub
+        self.drained.set()
 
     def _keep(self, chunk: bytes) -> None:
         self.size += len(chunk)
@@ -209,9 +214,9 @@ class _Pipe:
 
     def close(self) -> None:
         if self._reader is None:
-            os.close(self._source)
-            os.close(self.end)
-        else:  # the source is closed by its reader, which may be waiting on it
+            _close(self._source)
+            _close(self.end)
+        else:  # the source is closed when its reader has ended, which may still be waiting on it
             self._reader.kill(block=False)
 
 
@@ -242,7 +247,7 @@ class _MemoryFile:
         return os.pread(self.end, MAX_OUTPUT, 0).decode("utf-8", "replace")
 
     def close(self) -> None:
-        os.close(self.end)
+        _close(self.end)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -352,7 +357,7 @@ class CommandStream:
             try:
                 process = _Process(argv, end, stderr.end)
             finally:
-                os.close(end)
+                _close(end)
             stderr.begin()
             make_nonblocking(source)
             yield from self._lines(source)
@@ -362,7 +367,7 @@ class CommandStream:
                 self._clock.wait(stderr.drained, DRAIN_S)
                 raise CommandError(argv, process.returncode, stderr.text())
         finally:
-            os.close(source)
+            _close(source)
             stderr.close()
             if process is not None and process.running:
                 spawn(self._plumbing, "end a stream", process.terminate, self._clock, self._grace)

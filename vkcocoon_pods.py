@@ -33,7 +33,7 @@ from vkcocoon_events import EventRecorder
 from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, Reflector, uid_of
 from vkcocoon_probes import Clock, spawn
 from vkcocoon_publish import TERMINAL, Publishers, pod_path
-from vkcocoon_status import NotOurs, pod_key
+from vkcocoon_status import NotOurs, ProviderFailure, pod_key
 
 __all__ = ["PodController", "PodProvider", "PodSettings"]
 
@@ -309,8 +309,8 @@ class PodController:
             elif record.not_ours is None or self._differs(record.not_ours, pod):
                 self._create(record, pod)
             return
-        before = record.handed or provider.get_pod(metadata["namespace"], metadata["name"])
-        if before is None or self._differs(before, pod):
+        # A pod that was adopted at start is handed over once as it is: work it was owed then is still owed.
+        if record.handed is None or self._differs(record.handed, pod):
             self._ask(record, "Update", provider.update_pod, pod)
         record.handed = pod
 
@@ -383,7 +383,15 @@ class PodController:
         except NotOurs:
             raise
         except Exception as error:  # the provider's failure of one pod: reported here, tried again by the actor
-            log.exception("the provider failed", pod=record.key, uid=record.uid, operation=verb.lower())
+            ours = not isinstance(error, ProviderFailure)
+            log.warning(
+                "the provider failed",
+                pod=record.key,
+                uid=record.uid,
+                operation=verb.lower(),
+                error=str(error),
+                exc_info=ours,
+            )
             self._recorder.event(pod, "Warning", f"Provider{verb}Failed", str(error) or type(error).__name__)
             raise _Failed(f"{verb.lower()}: {error}") from error
 

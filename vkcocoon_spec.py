@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from vkcocoon_status import ANNOTATION_GENERATION, ANNOTATION_HIBERNATE, ANNOTATION_PROBE_PORT, ANNOTATION_VM_NAME
+from vkcocoon_status import (
+    ANNOTATION_GENERATION,
+    ANNOTATION_HIBERNATE,
+    ANNOTATION_PROBE_PORT,
+    ANNOTATION_VM_NAME,
+    ProviderFailure,
+)
 from vkcocoon_vms import CloneSpec, MacosSpec, RunSpec
 
 __all__ = ["PodSpec", "SpecError", "parse_quantity", "probe_port"]
@@ -45,7 +51,7 @@ _FACTOR = {
 }
 
 
-class SpecError(Exception):
+class SpecError(ProviderFailure):
     """A pod asks for something that cannot be; the message names the annotation, the value and what is allowed."""
 
 

@@ -36,6 +36,7 @@ __all__ = [
     "IntentState",
     "NotOurs",
     "Probe",
+    "ProviderFailure",
     "Reason",
     "VMFacts",
     "build_pod_status",
@@ -109,6 +110,10 @@ class Reason(StrEnum):
     LIFECYCLE_HIBERNATED = "LifecycleHibernated"
     LIFECYCLE_FAILED = "LifecycleFailed"
     TERMINATING = "Terminating"
+
+
+class ProviderFailure(Exception):
+    """Something outside of us failed or was asked for wrongly: told by its text, tried again, no mistake of ours."""
 
 
 class NotOurs(Exception):

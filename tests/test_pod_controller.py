@@ -678,12 +678,12 @@ def test_being_told_twice_that_a_pod_is_gone_is_being_told_once(rig, clock):
 # --- restarts and outages -----------------------------------------------------------------------------------------
 
 
-def test_p23_what_runs_is_adopted_without_a_word(rig, clock):
+def test_p23_what_runs_is_adopted_without_a_write_and_handed_over_once_for_what_it_may_be_owed(rig, clock):
     made = rig.create()
     rig.provider.pods[made["metadata"]["uid"]] = made
     rig.start()
     clock.run(600)
-    assert rig.calls() == [] and asked(rig.kube) == []
+    assert rig.calls() == [(0.0, "update")] and asked(rig.kube) == []
 
 
 def test_p23_an_adopted_pod_that_was_edited_meanwhile_is_updated(rig, clock):

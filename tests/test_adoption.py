@@ -1,0 +1,212 @@
+"""Startup reconcile calls start too: what runs is adopted, probed before it is published, and nothing is destroyed on
+doubt (K6, K10, D1; clause 1)."""
+
+import pytest
+
+from simulator.fake_vms import GuestSpec
+from simulator.world import World
+from tests.provider_rig import FAST, annotations, calls, reason, status
+from vkcocoon_kube import ApiError
+
+
+def restart(world, away=10.0):
+    """Stop the daemon, let time pass, start it again; returns how many requests were made before."""
+    world.stop()
+    world.run(away)
+    before = len(world.kube.requests)
+    world.start()
+    return before
+
+
+def ready_states(world, name, since):
+    """Every Ready that was written to the API after so many requests."""
+    return [
+        condition["status"]
+        for request in world.kube.requests[since:]
+        if request.verb == "PATCH" and f"/pods/{name}/status" in request.path
+        for condition in request.body["status"].get("conditions", [])
+        if condition["type"] == "Ready"
+    ]
+
+
+@pytest.mark.parametrize("os", ["linux", "windows", "macos"])
+def test_a_healthy_guest_does_not_blink_over_a_restart_and_no_command_touches_it(world, os):
+    world.create_pod("web-0", os=os, guest=GuestSpec(os=os, boot_s=0.0, lease_s=0.0, ssh_after_s=0.0))
+    world.run(20)
+    assert world.ready("web-0")
+    made = calls(world.host.cocoon)
+    since = restart(world)
+    world.run(60)
+    assert ready_states(world, "web-0", since) == []
+    assert len(world.flips("web-0")) == 2
+    assert calls(world.host.cocoon) == made
+    assert world.host.macos.count("vm start") == 0
+    assert world.host.macos.count("vm run") == (os == "macos")
+
+
+def test_a_guest_that_died_while_we_were_away_is_told_as_it_is(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.stop()
+    world.guest("web-0").silent()
+    world.run(10)
+    world.start()
+    world.run(5)
+    assert (world.ready("web-0"), reason(world, "web-0")) == (False, "PingTimeout")
+
+
+def test_first_probes_run_side_by_side(world):
+    """Twenty dead guests cost the patience of one, not of twenty."""
+    for number in range(20):
+        world.create_pod(f"dead-{number}", guest=GuestSpec(boot_s=0.0, lease_s=0.0, echo=False))
+    world.create_pod("alive", guest=FAST)
+    world.run(10)
+    restart(world)
+    began = world.clock.elapsed()
+    assert world.clock.run_until(world.daemon.started.is_set, 10)
+    assert world.clock.elapsed() - began <= 0.3
+
+
+def test_a_vm_whose_annotation_never_arrived_is_adopted_by_name(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.stop()
+    patch = {"metadata": {"annotations": {"vm.cocoonstack.io/id": None, "vm.cocoonstack.io/lifecycle-state": None}}}
+    world.kube.admin.patch("/api/v1/namespaces/default/pods/web-0", patch, kind="merge")
+    world.start()
+    world.run(5)
+    assert world.host.cocoon.count("vm clone") == 1
+    assert annotations(world, "web-0")["lifecycle-state"] == "ready"
+    assert annotations(world, "web-0")["id"] == world.daemon.ports.runtime.inspect("vk-default-web-0").id
+
+
+def test_a_pod_whose_vm_is_gone_is_brought_up_again(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.stop()
+    assert world.host.cocoon.execute(["cocoon", "vm", "rm", "--force", "vk-default-web-0"], 30.0).returncode == 0
+    world.start()
+    world.run(10)
+    assert world.host.cocoon.count("vm clone") == 2
+    assert world.ready("web-0")
+
+
+def test_the_failure_of_an_earlier_run_stays_until_it_is_lifted(world):
+    world.create_pod("mac-0", os="macos", guest=GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0))
+    world.run(10)
+    world.annotate("mac-0", hibernate="true")
+    world.run(5)
+    restart(world)
+    world.run(20)
+    assert annotations(world, "mac-0")["lifecycle-state"] == "failed"
+    assert not world.ready("mac-0")
+
+
+def test_a_failed_wait_for_an_address_is_no_failure_once_the_address_is_there(world):
+    world.create_pod("web-0", guest=GuestSpec(boot_s=60.0, lease_s=0.0))
+    world.run(50)
+    assert annotations(world, "web-0")["lifecycle-state"] == "failed"
+    restart(world, away=20)
+    world.run(5)
+    assert annotations(world, "web-0")["lifecycle-state"] == "ready"
+    assert world.ready("web-0")
+
+
+def test_a_hibernated_pod_stays_hibernated_over_a_restart_and_wakes_after_it(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.annotate("web-0", hibernate="true")
+    world.run(5)
+    restart(world)
+    world.run(60)
+    assert annotations(world, "web-0")["lifecycle-state"] == "hibernated"
+    assert world.host.cocoon.count("vm clone") == 1
+    world.annotate("web-0", hibernate=None)
+    world.run(10)
+    assert world.ready("web-0")
+
+
+def test_a_pod_that_is_being_deleted_gets_no_probe_and_is_deleted(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.stop()
+    probes = len(world.probes("web-0"))
+    world.delete_pod("web-0")
+    world.run(5)
+    world.start()
+    world.run(5)
+    assert world.pod("web-0") is None
+    assert world.host.pids() == []
+    assert len(world.probes("web-0")) == probes
+
+
+def test_a_pod_that_was_deleted_while_we_were_away_leaves_an_orphan_that_is_kept(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.stop()
+    world.delete_pod("web-0", grace_seconds=0)
+    world.start()
+    world.run(120)
+    assert len(world.host.pids()) == 1
+
+
+@pytest.mark.parametrize(("policy", "left"), [("alert", 1), ("keep", 1), ("destroy", 0)])
+def test_what_becomes_of_an_orphan_is_the_operators_choice(policy, left):
+    with World(orphan_policy=policy) as world:
+        world.create_pod("web-0", guest=FAST)
+        world.run(5)
+        world.stop()
+        world.delete_pod("web-0", grace_seconds=0)
+        world.start()
+        world.run(30)
+        assert len(world.host.pids()) == left
+
+
+@pytest.mark.parametrize("broken", ["pods", "vms"])
+def test_a_list_that_cannot_be_read_destroys_and_creates_nothing_and_is_asked_for_again(broken):
+    with World(orphan_policy="destroy") as world:
+        world.create_pod("web-0", guest=FAST)
+        world.run(5)
+        world.stop()
+        if broken == "pods":
+            world.kube.fail("LIST /api/v1/pods", ApiError(500, "InternalError", "later"), times=3)
+        else:
+            world.host.cocoon.fail("vm list", times=3)
+        made = calls(world.host.cocoon)
+        world.start()
+        world.run(1)
+        assert calls(world.host.cocoon) == made
+        world.run(60)
+        assert calls(world.host.cocoon) == made
+        assert world.ready("web-0")
+        assert len(world.flips("web-0")) == 2
+
+
+def test_the_lease_of_a_known_node_is_renewed_while_start_up_still_waits(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(30)
+    world.stop()
+    world.run(60)
+    world.host.cocoon.fail("vm list", times=8)
+    since = len(world.kube.requests)
+    world.start()
+    world.run(25)
+    assert not world.daemon.started.is_set()
+    renewals = [
+        request for request in world.kube.requests[since:] if "/leases/" in request.path and request.verb == "PUT"
+    ]
+    assert len(renewals) >= 2
+
+
+def test_an_unfinished_hibernate_is_finished_after_a_restart(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.host.cocoon.slow("snapshot save", 30.0, step="before")
+    world.annotate("web-0", hibernate="true")
+    world.run(10)
+    assert annotations(world, "web-0")["lifecycle-state"] == "hibernating"
+    restart(world, away=60)
+    world.run(60)
+    assert annotations(world, "web-0")["lifecycle-state"] == "hibernated"
+    assert status(world, "web-0")["phase"] == "Pending"
+    assert world.host.pids() == []
