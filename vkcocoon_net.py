@@ -394,6 +394,9 @@ class _Echo:
         self.error = ""
 
     def finish(self, error: str = "") -> None:
+        """Note the verdict. A reply stands against any error about the same echo."""
+        if error and self.done.is_set():
+            return
         self.arrived = time.monotonic()  # noqa: TID251  a real packet arrives in real time
         self.error = error
         self.done.set()
