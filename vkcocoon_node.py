@@ -162,14 +162,13 @@ class NodeLease:
         try:
             self._write()
         except ApiError as error:
-            if error.status == 404:  # collected together with its owner, perhaps
-                self._held = None
+            if error.status not in (404, 409):
+                raise
+            self._read()
+            if self._held is None:  # collected together with its owner, perhaps
                 self._owner = ""
                 if not self._find_owner():
                     return
-            elif error.status != 409:
-                raise
-            self._read()
             self._write()
         self._look_around()
 

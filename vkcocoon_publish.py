@@ -477,6 +477,14 @@ class Publishers:
         """The keys of the pods whose state the API does not hold (status page, metrics)."""
         return sorted(publisher.key for publisher in self._by_uid.values() if publisher.owes())
 
+    def drain(self, patience: float) -> None:
+        """Try once, now, all that is owed, and wait until each try has ended; `patience` seconds at most."""
+        attempts = [publisher.hurry() for publisher in self._by_uid.values() if publisher.owes()]
+        self.recheck()
+        end = self._desk.clock.monotonic() + patience
+        for attempted in attempts:
+            self._desk.clock.wait(attempted, end - self._desk.clock.monotonic())
+
     def close(self) -> None:
         self._closed = True
         self._group.kill(block=False)

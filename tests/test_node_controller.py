@@ -4,6 +4,7 @@ Virtual time, the fake API, exact instants. N10 and N11 (a ping of the provider)
 cannot take pods any more does not run its greenlets either.
 """
 
+import contextlib
 import re
 from datetime import datetime
 from itertools import pairwise
@@ -79,6 +80,9 @@ class Rig:
             for request in self.kube.requests
             if request.verb in ("POST", "PUT") and "/leases" in request.path
         ]
+
+    def event_reasons(self):
+        return {event["reason"] for event in self.kube.admin.list("/api/v1/namespaces/default/events")["items"]}
 
     def close(self):
         for controller in self.controllers:
@@ -352,6 +356,35 @@ def test_n9_an_api_that_never_answers_does_not_stop_the_renewals_for_longer_than
     assert (clock.now() - last).total_seconds() <= 10
 
 
+def test_a_renewal_that_is_never_answered_is_given_up_in_time_for_the_next(rig, clock):
+    rig.start()
+    clock.run(5)
+    rig.kube.hang(lambda request: "/leases" in request.path and request.at == 10.0)
+    clock.run(30)
+    assert [at for at, _ in rig.renewals()] == [0.0, 10.0, 15.0, 25.0, 35.0]
+
+
+@pytest.mark.parametrize("status", [404, 409])
+def test_n4_a_lease_that_is_collected_with_its_node_is_not_made_again_for_the_dead_owner(rig, clock, status):
+    made_before(rig)
+    rig.node.start_lease()
+    clock.run(33)
+    rig.kube.admin.delete(NODE)
+    with contextlib.suppress(ApiError):
+        rig.kube.admin.delete(LEASE)
+    rig.kube.fail(f"PUT {LEASE}", ApiError(status, "x", "y"))
+    clock.run(60)
+    assert len([what for _, what in asked(rig.kube, "POST") if "/leases" in what]) == 1
+
+
+def test_renewals_are_ten_seconds_apart_however_long_each_takes(rig, clock):
+    rig.kube.latency = 1.0
+    rig.start()
+    clock.run(55)
+    instants = [at for at, _ in rig.renewals()][1:]
+    assert len(instants) == 5 and {later - earlier for earlier, later in pairwise(instants)} == {10.0}
+
+
 def test_a_node_that_hangs_does_not_hold_up_its_lease(rig, clock):
     rig.start()
     rig.kube.hang(f"* {NODE}*")
@@ -500,7 +533,7 @@ def test_a_renewal_that_was_stored_although_its_answer_was_lost_is_not_taken_for
         clock.run(10)
         rig.kube.fail(f"PUT {LEASE}", ApiError(0, "ConnectionReset", "lost"), stored=True)
     clock.run(60)
-    assert rig.node.alone.is_set()
+    assert rig.node.alone.is_set() and rig.event_reasons() == set()
 
 
 def test_a_renewal_that_fails_is_tried_again_soon(rig, clock):
@@ -558,4 +591,4 @@ def test_n17_the_last_words_of_a_predecessor_alarm_nobody(rig, clock):
     clock.run(6)
     old.close()
     clock.run(100)
-    assert rig.node.alone.is_set() and condition(rig.held())["status"] == "True"
+    assert rig.event_reasons() == set() and condition(rig.held())["status"] == "True"

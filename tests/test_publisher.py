@@ -542,6 +542,26 @@ def test_flush_of_what_owes_nothing_returns_at_once(desk, clock):
     assert clock.elapsed() == 1.0
 
 
+def test_drain_tries_everything_that_is_owed_once_and_ends_with_the_last(desk, clock):
+    pods = [desk.pod(f"web-{i}") for i in range(40)]
+    desk.kube.latency = 0.5
+    desk.kube.fail("PATCH */web-7/status", BOOM, times=None)
+    for made in pods:
+        desk.publishers.notify(news(made, status()))
+    desk.publishers.drain(5.0)
+    assert clock.elapsed() == 1.5  # three rounds of sixteen
+    assert desk.publishers.owing() == ["default/web-7"]
+
+
+def test_drain_does_not_wait_longer_than_its_patience(desk, clock):
+    pods = [desk.pod(f"web-{i}") for i in range(3)]
+    desk.kube.hang("PATCH *")
+    for made in pods:
+        desk.publishers.notify(news(made, status()))
+    desk.publishers.drain(5.0)
+    assert clock.elapsed() == 5.0
+
+
 def test_nothing_is_written_while_the_gate_is_closed(clock):
     kube, gate = FakeKube(clock), gevent.event.Event()
     publishers = Publishers(kube, clock, gate=gate, rng=Lowest())
