@@ -104,6 +104,7 @@ class _Pod:
         self.last = pod
         self.handed: Object | None = None  # what the provider was given last, by create or update
         self.not_ours: Object | None = None  # the pod that create_pod refused for good (K9)
+        self.update_failed = False
         self.create_failed = False
         self.torn_down = False  # delete_pod has returned
         self.removed = False  # our DELETE was accepted
@@ -169,12 +170,21 @@ class PodController:
         self._reflector.start()
         spawn(self._group, "pod recheck", self._recheck_for_ever)
 
-    def close(self) -> None:
-        """Stop acting. VMs stay as they are; what is not published yet is worked out again at the next start."""
+    def stop(self) -> None:
+        """Act on pods no more; what the provider still notifies is published. VMs stay as they are."""
         self._closed = True
         self._reflector.close()
-        self._publishers.close()
         self._group.kill(block=False)
+
+    def close(self, patience: float = 0.0) -> None:
+        """Stop altogether, after at most `patience` seconds for what the API does not hold yet.
+
+        What is lost by that is worked out again at the next start.
+        """
+        self.stop()
+        if patience > 0:
+            self._publishers.drain(patience)
+        self._publishers.close()
 
     def pods(self) -> list[Object]:
         """The node's pods as the API holds them (not to be changed)."""
@@ -310,9 +320,11 @@ class PodController:
                 self._create(record, pod)
             return
         # A pod that was adopted at start is handed over once as it is: work it was owed then is still owed.
-        if record.handed is None or self._differs(record.handed, pod):
+        if record.handed is None or record.update_failed or self._differs(record.handed, pod):
+            # Noted before the attempt: after a failed one, going back to the pod it had before is a change, too.
+            record.handed, record.update_failed = pod, True
             self._ask(record, "Update", provider.update_pod, pod)
-        record.handed = pod
+            record.update_failed = False
 
     def _put_first(self, record: _Pod) -> None:
         """A pod that only the provider still has is from an earlier life: its teardown comes before its namesakes."""

@@ -913,6 +913,29 @@ def test_a_provider_whose_listing_fails_does_not_end_the_looking(rig, clock):
     assert made["metadata"]["uid"] in rig.provider.pods
 
 
+def test_after_stop_no_pod_is_acted_on_but_news_are_still_published(rig, clock):
+    rig.start()
+    made = rig.create()
+    clock.run(5)
+    rig.controller.stop()
+    clock.run(0)
+    rig.create("other")
+    rig.delete()
+    rig.provider.notify(news(made, status(False), id="v1"))
+    clock.run(60)
+    assert rig.calls() == [(0.0, "create")] and condition(rig.held())["status"] == "False"
+
+
+def test_close_gives_what_is_owed_a_last_try(rig, clock):
+    rig.start()
+    made = rig.create()
+    clock.run(5)
+    rig.kube.latency = 1.0
+    rig.provider.notify(news(made, status(False), id="v1"))
+    rig.controller.close(patience=5.0)
+    assert clock.elapsed() == 6.0 and condition(rig.held())["status"] == "False"
+
+
 def test_after_close_nothing_more_is_done(rig, clock):
     rig.start()
     rig.create()
