@@ -29,7 +29,17 @@ from vkcocoon_status import (
     pod_key,
 )
 
-__all__ = ["ORDER_ANNOTATION", "ClusterView", "PodRow", "describe_change", "describe_event", "pod_row"]
+__all__ = [
+    "NODES",
+    "ORDER_ANNOTATION",
+    "PODS",
+    "ClusterView",
+    "PodRow",
+    "describe_change",
+    "describe_event",
+    "follow",
+    "pod_row",
+]
 
 PODS = "/api/v1/pods"
 EVENTS = "/api/v1/events"
@@ -125,6 +135,29 @@ def describe_event(event: Object) -> str:
     return f"{name} Event {event.get('reason', '')}: {event.get('message', '')}" + (f" (x{times})" if times > 1 else "")
 
 
+def follow(api: KubeApi, clock: Clock, path: str) -> Iterator[tuple[str, Object]]:
+    """A collection for ever: ("LIST", the whole list) at the start and after each loss, the watch's events between."""
+    while True:
+        try:
+            yield from _list_and_watch(api, path)
+        except ApiError:
+            clock.sleep(RETRY_S)
+
+
+def _list_and_watch(api: KubeApi, path: str) -> Iterator[tuple[str, Object]]:
+    """One list and the watch after it, until the history it needs is lost."""
+    page = api.list(path)
+    yield "LIST", page
+    version = page["metadata"]["resourceVersion"]
+    while True:
+        for event in api.watch(path, resource_version=version):
+            if event["type"] == "ERROR":
+                return
+            version = event["object"]["metadata"]["resourceVersion"]
+            if event["type"] != "BOOKMARK":
+                yield event["type"], event["object"]
+
+
 class ClusterView:
     """The cluster as fresh as its watches: `pods` by key, `events` (Event objects) by UID, `nodes` with their state."""
 
@@ -170,25 +203,8 @@ class ClusterView:
         return True
 
     def _follow(self, path: str, take: Callable[[str, Object], None]) -> None:
-        while True:
-            try:
-                for type_, item in self._changes(path):
-                    take(type_, item)
-            except ApiError:
-                self._clock.sleep(RETRY_S)
-
-    def _changes(self, path: str) -> Iterator[tuple[str, Object]]:
-        """One list and the watch after it, until the watch ends or its history is lost."""
-        page = self._api.list(path)
-        yield "LIST", page
-        version = page["metadata"]["resourceVersion"]
-        while True:
-            for event in self._api.watch(path, resource_version=version):
-                if event["type"] == "ERROR":
-                    return
-                version = event["object"]["metadata"]["resourceVersion"]
-                if event["type"] != "BOOKMARK":
-                    yield event["type"], event["object"]
+        for type_, item in follow(self._api, self._clock, path):
+            take(type_, item)
 
     def _pod(self, type_: str, item: Object) -> None:
         if type_ == "LIST":

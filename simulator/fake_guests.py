@@ -244,7 +244,7 @@ class Guest:
             "ip": self._address.ip if self._address else "",
             "echo": self._echo,
             "ports": sorted(self._listeners),
-            "banner": self._banner,
+            "banner": self._banner if SSH_PORT in self._listeners else None,
         }
 
     def command(self, order: Mapping[str, Any]) -> dict[str, Any]:

@@ -61,7 +61,7 @@ class GuestOrders:
     def _carry_out(self, row: PodRow) -> None:
         try:
             answer = tell(self._home, row.vm_name, parse_order(row.order))
-            shown = {name: answer[name] for name in ("ip", "echo", "ports", "banner")}
-            self._say(f"{row.key} was told {row.order!r} and is now {json.dumps(shown)}", "step")
+            shown = ", ".join(f"{name} {json.dumps(answer[name])}" for name in ("ip", "echo", "ports", "banner"))
+            self._say(f"{row.key} was told {row.order!r}: {shown}", "step")
         except (GuestError, OSError, ValueError) as error:
             self._say(f"{row.key} was told {row.order!r}: {error}", "bad")

@@ -119,14 +119,9 @@ class _Session:
 
     def _take_tour(self) -> None:
         self._tour.run()
-        if self._options.seconds is None and not self._tour.failed:
-            self._say(
-                "The tour is over; everything was as expected. The playground stays up until Ctrl-C. Try:", "note"
-            )
-            self._say(
-                "  kubectl delete pod linux-0; kubectl apply -f examples/linux.yaml; kubectl describe pod macos-0",
-                "note",
-            )
+        if self._tour.over and not self._tour.failed and self._options.seconds is None:
+            self._say("The tour is over, everything was as expected. The playground stays up until Ctrl-C. Try", "note")
+            self._say("  kubectl describe pod macos-0; kubectl delete pod linux-0; kill -9 the daemon", "note")
 
     def _sum_up(self) -> int:
         held = sum(each.held is True for each in self._tour.expectations)

@@ -84,14 +84,17 @@ class Tour:
         self._place = place
         self._say = say
         self._greenlets = Group()
+        self._stopped = False
 
     def run(self) -> None:
         for story in (self._linux, self._windows, self._macos):
             spawn(self._greenlets, f"tour {story.__name__}", self._tell, story)
         self._greenlets.join()
-        self.over = True
+        self.over = not self._stopped
 
     def stop(self) -> None:
+        """End it where it is; what is not decided by now stays undecided."""
+        self._stopped = True
         self._greenlets.kill()
 
     @property
@@ -103,7 +106,7 @@ class Tour:
     def _linux(self) -> None:
         pod = self._create("linux", LINUX)
         self._expect("linux-0 becomes Ready", pod.is_ready, COMES_UP_S)
-        self._clock.sleep(2.0)
+        self._clock.sleep(1.0)
         port = LOOPBACK_PORTS["linux"]
         silence: dict[str, object]
         speech: dict[str, object]

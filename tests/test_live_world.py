@@ -226,6 +226,6 @@ def test_an_order_is_answered_on_the_screen_whether_it_worked_or_not(guests):
         guests.orders.changed(row(), row(words))
     until(lambda: len(guests.said) == 3)
     assert [kind for kind, _ in guests.said] == ["step", "bad", "bad"]
-    assert guests.said[0][1].startswith('default/linux-0 was told \'silent\' and is now {"ip": "10.88.0.5"')
+    assert guests.said[0][1] == "default/linux-0 was told 'silent': ip \"10.88.0.5\", echo false, ports [], banner null"
     assert "there are" in guests.said[1][1]
     assert "No such file" in guests.said[2][1]

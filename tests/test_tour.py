@@ -108,12 +108,25 @@ def test_the_tour_does_what_it_says_at_the_instants_that_follow_from_the_cluster
     a_good_daemon(stage)
     stage.run(60.0)
     assert stage.orders == [
-        (3.5, "vk-default-linux-0", {"echo": False}),
+        (2.5, "vk-default-linux-0", {"echo": False}),
         (11.0, "vk-default-macos-0", {"status": True}),
         (11.0, "vk-default-macos-0", {"crash": True}),
-        (28.5, "vk-default-linux-0", {"echo": True}),
+        (27.5, "vk-default-linux-0", {"echo": True}),
         (38.0, "vk-default-macos-0", {"status": True}),
     ]
+
+
+def test_a_tour_that_is_stopped_is_not_over_and_what_was_waited_for_stays_undecided(stage):
+    stage.at(1.5, "linux-0", True, "ProbeSucceeded")
+    stage.clock.spawn("tour", stage.tour.run)
+    stage.clock.run(3.0)
+    stage.tour.stop()
+    stage.clock.run(1.0)
+    assert not stage.tour.over
+    assert not stage.tour.failed
+    held = {each.text: each.held for each in stage.tour.expectations}
+    assert held["linux-0 becomes Ready"] is True
+    assert held["linux-0 becomes Not Ready: PingTimeout"] is None
 
 
 def test_a_daemon_that_publishes_nothing_fails_each_story_at_its_bound(stage):
@@ -185,7 +198,7 @@ def test_without_namespaces_every_pod_has_a_probe_port_and_silence_is_a_closed_p
         for pod in stage.kube.admin.list(PODS)["items"]
     }
     assert ports == {"linux-0": "28022", "windows-0": "23389", "macos-0": "22022"}
-    assert stage.orders == [(3.5, "vk-default-linux-0", {"close": 28022})]
+    assert stage.orders == [(2.5, "vk-default-linux-0", {"close": 28022})]
     stage.tour.stop()
     stage.view.close()
     stage.clock.close()
