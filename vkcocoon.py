@@ -137,6 +137,9 @@ class Provider:
 
     def observed(self, pod: Pod) -> None:
         """The API holds this pod as it is given here; memory only."""
+        entry = self._pods.get(pod["metadata"]["uid"])
+        if entry is not None and pod["metadata"].get("deletionTimestamp"):
+            self._begin_deletion(entry, pod)
         self._publication.observed(pod)
 
     def vanished(self, uid: str) -> None:
@@ -182,18 +185,22 @@ class Provider:
         its name behind; that one goes too.
         """
         entry = self._pods.get(pod["metadata"]["uid"]) or TrackedPod.of(pod)
-        entry.update(pod)
-        if not entry.deleting:
-            if entry.status is not None or entry.uid in self._pods:
-                self._publication.terminating(entry)
-            entry.deleting = True
-        self._stop_probe(entry)
+        self._begin_deletion(entry, pod)
         if entry.spec.managed and entry.spec.vm_name:
             with self._vm_lock(entry.spec.vm_name):
                 self._remove_vm(entry)
         self._pods.drop(entry)
         self._publication.withdraw(entry)
         self._publication.terminal(entry)
+
+    def _begin_deletion(self, entry: TrackedPod, pod: Pod) -> None:
+        """Not Ready and no probe from the moment the deletion is known, whatever the pod's actor is busy with (P6)."""
+        entry.update(pod)
+        if not entry.deleting:
+            if entry.uid in self._pods:
+                self._publication.terminating(entry)
+            entry.deleting = True
+            self._stop_probe(entry)
 
     def get_pod(self, namespace: str, name: str) -> Pod | None:
         """A copy of the pod as we hold it, with our status; None when we do not."""
