@@ -9,8 +9,9 @@ Anybody may call `event`; the recorder's greenlet lives from `start` to `close`.
 
 from __future__ import annotations
 
+import heapq
 import random
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -55,6 +56,7 @@ class _Subject:
     series: _Series
     not_before: float = 0.0
     touched: float = 0.0
+    queued: bool = False
 
     @property
     def dirty(self) -> bool:
@@ -73,6 +75,8 @@ class EventRecorder:
         self._clock = clock
         self._node_name = node_name
         self._subjects: OrderedDict[tuple[str, str], _Subject] = OrderedDict()
+        self._due: deque[_Subject] = deque()
+        self._later: list[tuple[float, int, _Subject]] = []  # a heap by the instant from which it may be written
         self._backoff = Backoff(1.0, 60.0, rng=rng or random.Random(node_name))
         self._wake = Event()
         self._group = Group()
@@ -95,7 +99,7 @@ class EventRecorder:
             subject.series = _Series(about, type_, reason, message, wall, wall)
         subject.touched = now
         self._subjects.move_to_end(key)
-        self._wake.set()
+        self._queue(subject)
 
     def start(self) -> None:
         spawn(self._group, "events", self._run)
@@ -103,33 +107,46 @@ class EventRecorder:
     def close(self) -> None:
         self._group.kill(block=False)
 
+    def _queue(self, subject: _Subject) -> None:
+        if not subject.queued:
+            subject.queued = True
+            self._serial += 1
+            heapq.heappush(self._later, (subject.not_before, self._serial, subject))
+            self._wake.set()
+
     def _run(self) -> None:
         while True:
             self._wake.clear()
             now = self._clock.monotonic()
-            owed = [subject for subject in self._subjects.values() if subject.dirty]
-            due = next((subject for subject in owed if subject.not_before <= now), None)
-            if due is not None:
-                self._write(due)
-                continue
-            soonest = min((subject.not_before for subject in owed), default=None)
-            self._clock.wait(self._wake, None if soonest is None else soonest - now)
+            while self._later and self._later[0][0] <= now:
+                self._due.append(heapq.heappop(self._later)[2])
+            if self._due:
+                self._write(self._due.popleft())
+            else:
+                self._clock.wait(self._wake, self._later[0][0] - now if self._later else None)
 
     def _write(self, subject: _Subject) -> None:
+        """Write one of those that are due; it is the next one again when it has to be tried again."""
         series, count = subject.series, subject.series.count
         try:
-            self._send(series, count)
+            if subject.dirty:
+                self._send(series, count)
         except ApiError as error:
             if error.status == 404 and series.name:
                 series.name = ""  # it had expired: the next round makes a new one
+                self._due.appendleft(subject)
                 return
             if error.status in (0, 401, 429) or error.status >= 500:
+                self._due.appendleft(subject)
                 self._clock.sleep(self._backoff.next(error.retry_after))
                 return
             log.debug("an event was refused", reason=series.reason, error=str(error))
         self._backoff.reset()
         series.written = count
         subject.not_before = self._clock.monotonic() + EVENT_EVERY_S
+        subject.queued = False
+        if subject.dirty:  # it happened again meanwhile
+            self._queue(subject)
 
     def _send(self, series: _Series, count: int) -> None:
         namespace = series.about.get("namespace") or "default"
@@ -167,8 +184,13 @@ class EventRecorder:
             key, oldest = next(iter(self._subjects.items()))
             quiet = not oldest.dirty and now - oldest.touched >= EVENT_MEMORY_S
             if not quiet and len(self._subjects) < EVENT_OBJECTS:
-                return
+                break
+            oldest.series.written = oldest.series.count  # should it still be queued
             del self._subjects[key]
+        if len(self._due) + len(self._later) > 2 * EVENT_OBJECTS:
+            self._due = deque(subject for subject in self._due if subject.dirty)
+            self._later = [entry for entry in self._later if entry[2].dirty]
+            heapq.heapify(self._later)
 
 
 def _about(obj: Object) -> Object:
