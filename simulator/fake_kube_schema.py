@@ -283,7 +283,7 @@ def _mismatch(value: Any, path: str, wanted: str) -> DecodeError:
 def _string(value: Any, path: str) -> str:
     if not isinstance(value, str):
         raise _mismatch(value, path, "string")
-    return value
+    return str(value)  # An enumeration of strings arrives as what it would be on the wire.
 
 
 def _int(value: Any, path: str) -> int:
@@ -353,7 +353,9 @@ def _any(value: Any, path: str) -> Any:
         return {key: _any(item, path) for key, item in value.items() if item is not None}
     if isinstance(value, list):
         return [_any(item, path) for item in value]
-    return value
+    if value is None or isinstance(value, (str, bool, int, float)):
+        return value
+    raise DecodeError(f"{path}: {type(value).__name__} is not JSON")
 
 
 _DECODERS = {
