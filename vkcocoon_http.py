@@ -4,35 +4,32 @@
 only changes memory and never switches greenlets, so a probe's observer may call it. Labels are bounded: no pod name
 ever becomes one.
 
-`MetricsServer` serves them, and the answers of `Check`s, on one address. A client can not hurt the probes: a request
-has a size, a time and a number of neighbors it may have, one connection carries one request, and anything outside is
-cut off. The checks only read memory; an answer that waits for something would hang exactly when it is needed.
+`MetricsServer` serves them, and the answers of `Check`s, on one address, within the bounds of vkcocoon_server. The
+checks only read memory; an answer that waits for something would hang exactly when it is needed.
 
 `HubMonitor` measures how late the greenlets of this process run, the one illness that makes all probes late at once.
 
 The provider creates all three, and closes the latter two.
 """
 
-import io
-import os
 import platform
-import socket
 from bisect import bisect_left
 from collections import Counter as CountOf
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import gevent.event
 import gevent.pool
-import gevent.pywsgi
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
-from vkcocoon_probes import Clock, ProbeTimeout, SystemClock, spawn
+from vkcocoon_probes import Clock, SystemClock, spawn
+from vkcocoon_server import BoundedServer, CannotListen, Limits, listen, text_answer
 
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
@@ -47,19 +44,10 @@ LATENESS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5)
 # From a Linux clone, ready in a fraction of a second, to a cold macOS boot of many minutes.
 READY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 
-# A scrape is a few hundred bytes of request and some milliseconds of work; the bounds are generous to both.
-REQUEST_BYTES = 16 * 1024
-REQUEST_SECONDS = 10.0
-REQUESTS_AT_ONCE = 32
-
 HUB_PERIOD = 1.0
 # The shortest pause between two probes is 100 ms: twice that and the pace is no longer what was promised.
 HUB_LAG_WARNING = 0.2
 HUB_WARNING_PERIOD = 60.0
-
-
-class CannotListen(Exception):
-    """The address cannot be listened on now; `str()` is one line naming it and the reason."""
 
 
 # Metrics ----------------------------------------------------------------------------------------------------------
@@ -312,44 +300,44 @@ class MetricsServer:
         checks: Iterable[Check] = (),
         *,
         clock: Clock | None = None,
-        request_seconds: float = REQUEST_SECONDS,
+        limits: Limits | None = None,
     ) -> None:
         self.address = addr
         self._checks = tuple(checks)
         self._exposition = make_wsgi_app(metrics.registry)
         self._clock = clock or SystemClock()
-        self._request_seconds = request_seconds
-        self._server: _Server | None = None
+        self._limits = limits or Limits()
+        self._server: BoundedServer | None = None
 
     def start(self) -> None:
-        listener = _listen(self.address)
+        listener = listen(self.address)
         self.address = listener.getsockname()[:2]
-        self._server = _Server(listener, self._answer, self._clock, self._request_seconds)
+        self._server = BoundedServer(listener, self._answer, clock=self._clock, limits=self._limits)
         self._server.start()
         log.info("Serving metrics and health", host=self.address[0], port=self.address[1])
 
     def close(self) -> None:
         """Stops at once; who is just being answered is cut off."""
         if self._server:
-            self._server.stop(timeout=0)
+            self._server.close_all()
             self._server = None
 
     def _answer(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         path, query = environ["PATH_INFO"], environ["QUERY_STRING"]
         if environ["REQUEST_METHOD"] not in ("GET", "HEAD"):
-            return _text(environ, start_response, "405 Method Not Allowed", "only GET and HEAD are answered")
+            return text_answer(environ, start_response, HTTPStatus.METHOD_NOT_ALLOWED, "only GET and HEAD are answered")
         if path == "/metrics":
             return self._scrape(environ, start_response)
         if path in ("/healthz", "/readyz"):
             return self._health(environ, start_response, only_live=path == "/healthz", verbose="verbose" in query)
-        return _text(environ, start_response, "404 Not Found", "try /metrics, /healthz or /readyz?verbose")
+        return text_answer(environ, start_response, HTTPStatus.NOT_FOUND, "try /metrics, /healthz or /readyz?verbose")
 
     def _scrape(self, environ: "WSGIEnvironment", start_response: "StartResponse") -> Iterable[bytes]:
         try:
             page: Iterable[bytes] = self._exposition(environ, start_response)
         except Exception:  # protects the scraper from a half-answered request, and us from not hearing of it
             log.exception("The metrics could not be rendered")
-            return _text(environ, start_response, "500 Internal Server Error", "see the log")
+            return text_answer(environ, start_response, HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
         return page
 
     def _health(
@@ -361,7 +349,8 @@ class MetricsServer:
         lines = ["failed" if failed else "ok"]
         if verbose or failed:
             lines += [f"[{'-' if why else '+'}] {name} {why or 'ok'}" for name, why in answers.items()]
-        return _text(environ, start_response, "503 Service Unavailable" if failed else "200 OK", "\n".join(lines))
+        status = HTTPStatus.SERVICE_UNAVAILABLE if failed else HTTPStatus.OK
+        return text_answer(environ, start_response, status, "\n".join(lines))
 
 
 def _asked(check: Check) -> str:
@@ -370,91 +359,3 @@ def _asked(check: Check) -> str:
     except Exception as error:  # protects the other checks' answers
         log.exception("A health check failed to answer", check=check.name)
         return f"cannot tell: {type(error).__name__}: {error}"
-
-
-def _text(environ: "WSGIEnvironment", start_response: "StartResponse", status: str, text: str) -> Iterable[bytes]:
-    body = f"{text}\n".encode()
-    headers = [
-        ("Content-Type", "text/plain; charset=utf-8"),
-        ("Content-Length", str(len(body))),
-        ("Cache-Control", "no-store"),
-        ("Connection", "close"),
-    ]
-    start_response(status, headers)
-    return [] if environ["REQUEST_METHOD"] == "HEAD" else [body]
-
-
-def _listen(addr: tuple[str, int]) -> socket.socket:
-    """A listening socket; without a host on every interface, for IPv6 too where there is any."""
-    host, port = addr
-    try:
-        if not host and socket.has_dualstack_ipv6():
-            try:
-                return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-            except OSError:  # compiled in, but switched off on this host; or truly in use, as the next try will tell
-                pass
-        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
-    except OSError as error:
-        shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-        # The library adds the address to its own text; a name that cannot be resolved has a negative number.
-        why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise CannotListen(f"cannot listen on {shown}: {why}") from error
-
-
-class _TooLarge(OSError, ValueError):
-    """Both, because the WSGI server answers 400 to a ValueError in a head and drops an OSError in a body quietly."""
-
-
-class _BoundedReader(io.RawIOBase):
-    """Reads at most so many bytes of one connection."""
-
-    def __init__(self, sock: socket.socket, limit: int) -> None:
-        self._sock = sock
-        self._left = limit
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        if self._left <= 0:
-            raise _TooLarge("the request is larger than anything served here could need")
-        read = self._sock.recv_into(memoryview(buffer)[: self._left])
-        self._left -= read
-        return read
-
-
-class _Handler(gevent.pywsgi.WSGIHandler):
-    """One request on one connection, within its bounds."""
-
-    server: "_Server"
-
-    def __init__(self, sock: Any, address: Any, server: Any) -> None:
-        super().__init__(sock, address, server)
-        self.rfile = io.BufferedReader(_BoundedReader(sock, REQUEST_BYTES))
-
-    def handle(self) -> None:
-        try:
-            with self.server.clock.timeout(self.server.request_seconds):
-                super().handle()
-        except ProbeTimeout:
-            log.debug("A client was too slow and was cut off", client=str(self.client_address))
-
-    def read_request(self, raw_requestline: str) -> Any:
-        understood = super().read_request(raw_requestline)
-        self.close_connection = True
-        return understood
-
-    def handle_error(self, t: Any, v: Any, tb: Any) -> None:
-        if not issubclass(t, Exception):
-            raise v  # the time is up, or the server stops: nothing to answer any more
-        super().handle_error(t, v, tb)
-
-
-class _Server(gevent.pywsgi.WSGIServer):
-    handler_class = _Handler
-
-    def __init__(self, listener: socket.socket, application: Any, clock: Clock, request_seconds: float) -> None:
-        # Requests are not logged: a scraper's line every few seconds would bury what matters.
-        super().__init__(listener, application, spawn=gevent.pool.Pool(REQUESTS_AT_ONCE), log=None, error_log=None)
-        self.clock = clock
-        self.request_seconds = request_seconds

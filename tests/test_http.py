@@ -8,8 +8,8 @@ import pytest
 import structlog.testing
 from prometheus_client.parser import text_string_to_metric_families
 
-import vkcocoon_http
 from vkcocoon_http import CannotListen, Check, HubMonitor, Metrics, MetricsServer
+from vkcocoon_server import Limits
 
 
 @dataclass
@@ -277,17 +277,15 @@ class TestRequests:
         assert get(server, "/healthz") == (200, "ok\n")
 
     def test_a_client_that_never_finishes_its_request_is_cut_off(self, serve):
-        server = serve(request_seconds=0.2)
+        server = serve(limits=Limits(request_s=0.2))
         assert exchange(server, b"GET /healthz HTTP/1.1\r\nHost: ") == b""
 
     def test_a_client_that_says_nothing_is_cut_off(self, serve):
-        assert exchange(serve(request_seconds=0.2), b"") == b""
+        assert exchange(serve(limits=Limits(request_s=0.2)), b"") == b""
 
     def test_as_many_silent_clients_as_are_allowed_only_delay_the_others(self, serve):
-        server = serve(request_seconds=0.3)
-        silent = [
-            socket.create_connection(server.address, timeout=10) for _ in range(vkcocoon_http.REQUESTS_AT_ONCE + 5)
-        ]
+        server = serve(limits=Limits(request_s=0.3))
+        silent = [socket.create_connection(server.address, timeout=10) for _ in range(Limits().at_once + 5)]
         assert get(server, "/healthz") == (200, "ok\n")
         for connection in silent:
             assert read_all(connection) == b""

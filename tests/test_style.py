@@ -17,8 +17,8 @@ ROOT = Path(__file__).parent.parent
 # Who may import whom: a module imports only from lines above its own. Modules of one line do not know each other.
 LAYERS = [
     ["vkcocoon_probes", "vkcocoon_net", "vkcocoon_status", "vkcocoon_settings", "vkcocoon_logs"],
-    ["vkcocoon_commands", "vkcocoon_http", "vkcocoon_kube", "vkcocoon_systemd"],
-    ["vkcocoon_vms", "vkcocoon_events", "vkcocoon_publish", "vkcocoon_host"],
+    ["vkcocoon_commands", "vkcocoon_server", "vkcocoon_kube", "vkcocoon_systemd"],
+    ["vkcocoon_http", "vkcocoon_vms", "vkcocoon_events", "vkcocoon_publish", "vkcocoon_host"],
     ["vkcocoon_spec", "vkcocoon_macos", "vkcocoon_pods", "vkcocoon_node"],
     ["vkcocoon_guests"],
     ["vkcocoon_tracking"],
