@@ -140,7 +140,7 @@ def process(*argv):
     script = 'exec -a "$0" sh -c "read line" "$@"'
     child = subprocess.Popen(["bash", "-c", script, *argv], stdin=subprocess.PIPE)
     try:
-        wait_for(lambda: (found := read_process(child.pid)) and found.argv[:1] == argv[:1])
+        wait_for(lambda: (found := read_process(child.pid)) and (found.argv[:1], found.state) == (argv[:1], "S"))
         yield child
     finally:
         child.kill()
