@@ -239,9 +239,15 @@ def measure_virtual_loop(pods: int) -> Row:
 
 def measure_virtual_daemon(pods: int) -> Row:
     """One simulated hour of the whole daemon on fakes: pods created, booted, published and probed."""
+    import logging
+
+    import structlog
+
     import vkcocoon  # noqa: F401  it makes the process cooperative
     from simulator.world import World
 
+    logging.disable()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
     begin = time.perf_counter()
     with World(seed=1) as world:
         for index in range(pods):
@@ -361,7 +367,7 @@ def machine() -> str:
     )
     return (
         f"{model}, {len(os.sched_getaffinity(0))} cores usable; Linux {platform.release()}; "
-        f"Python {platform.python_version()}, gevent {version('gevent')}"
+        f"Python {platform.python_version()}, gevent {version('gevent')}; load average {os.getloadavg()[0]:.1f} before"
     )
 
 
