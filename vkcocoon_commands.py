@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Protocol
@@ -32,7 +33,7 @@ from gevent.pool import Group
 from vkcocoon_probes import Clock, SystemClock, spawn
 from vkcocoon_status import ProviderFailure
 
-__all__ = ["CommandError", "CommandRunner", "CommandStream", "Completed", "Execute", "Stream", "masked"]
+__all__ = ["CommandError", "CommandRunner", "CommandStream", "Completed", "Execute", "Output", "Stream", "masked"]
 
 MAX_OUTPUT = 32 * 1024 * 1024  # more than any honest answer
 MAX_LINE = 1024 * 1024  # of a stream
@@ -91,6 +92,8 @@ class CommandError(ProviderFailure):
 Execute = Callable[[Sequence[str], float], Completed]
 # argv -> the lines it prints; ends when the command does, raises CommandError when that was a failure.
 Stream = Callable[[Sequence[str]], Iterator[str]]
+# The same for what it prints, byte for byte and as it comes.
+Output = Callable[[Sequence[str]], Iterator[bytes]]
 
 
 def masked(argv: Sequence[str]) -> tuple[str, ...]:
@@ -338,10 +341,8 @@ class CommandRunner:
 
 
 class CommandStream:
-    """Yields the lines of a command that runs until somebody has heard enough. An instance is a `Stream`.
-
-    Lines longer than MAX_LINE are dropped whole. Leaving the iteration, by closing it or by being killed in it, ends
-    the command.
+    """Reads a command that runs until somebody has heard enough. An instance is a `Stream` of its lines; `output` is an
+    `Output`. Leaving the iteration, by closing it or by being killed in it, ends the command.
     """
 
     def __init__(self, clock: Clock | None = None, *, grace: float = ASK_GRACE_S) -> None:
@@ -350,6 +351,23 @@ class CommandStream:
         self._plumbing = Group()
 
     def __call__(self, argv: Sequence[str]) -> Generator[str, None, None]:
+        """The lines it prints. Lines longer than MAX_LINE are dropped whole."""
+        pending = bytearray()
+        skipping = False  # inside a line that is too long
+        with closing(self.output(argv)) as pieces:
+            for piece in pieces:
+                *lines, pending = (pending + piece).split(b"\n")
+                for line in lines:
+                    if not skipping and len(line) <= MAX_LINE:
+                        yield line.decode("utf-8", "replace")
+                    skipping = False
+                if len(pending) > MAX_LINE:
+                    pending, skipping = bytearray(), True
+        if pending and not skipping:
+            yield pending.decode("utf-8", "replace")
+
+    def output(self, argv: Sequence[str]) -> Generator[bytes, None, None]:
+        """What it prints, as it comes."""
         stderr = _Tail(self._clock, self._plumbing)
         source, end = os.pipe()
         process = None
@@ -357,32 +375,19 @@ class CommandStream:
             try:
                 process = _Process(argv, end, stderr.end)
             finally:
-                _close(end)
+                os.close(end)
             stderr.begin()
             make_nonblocking(source)
-            yield from self._lines(source)
+            while piece := nb_read(source, CHUNK):
+                yield piece
+                self._clock.sleep(0)  # a writer faster than us would otherwise hold the hub
             if not self._clock.wait(process.exited, self._grace):
                 raise CommandError(argv, None, stderr.text(), why="closed its output and did not end")
             if process.returncode:
                 self._clock.wait(stderr.drained, DRAIN_S)
                 raise CommandError(argv, process.returncode, stderr.text())
         finally:
-            _close(source)
+            os.close(source)
             stderr.close()
             if process is not None and process.running:
                 spawn(self._plumbing, "end a stream", process.terminate, self._clock, self._grace)
-
-    def _lines(self, source: int) -> Iterator[str]:
-        pending = bytearray()
-        skipping = False  # inside a line that is too long
-        while chunk := nb_read(source, CHUNK):
-            *lines, pending = (pending + chunk).split(b"\n")
-            for line in lines:
-                if not skipping and len(line) <= MAX_LINE:
-                    yield line.decode("utf-8", "replace")
-                skipping = False
-            if len(pending) > MAX_LINE:
-                pending, skipping = bytearray(), True
-            self._clock.sleep(0)
-        if pending and not skipping:
-            yield pending.decode("utf-8", "replace")

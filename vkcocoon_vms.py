@@ -33,7 +33,7 @@ from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 from gevent.pool import Group
 
-from vkcocoon_commands import CommandError, CommandRunner, CommandStream, Completed, Execute, Stream, masked
+from vkcocoon_commands import CommandError, CommandRunner, CommandStream, Completed, Execute, Output, Stream, masked
 from vkcocoon_probes import Clock, SystemClock, spawn
 
 __all__ = [
@@ -46,6 +46,7 @@ __all__ = [
     "Execute",
     "MacosSpec",
     "Nic",
+    "Output",
     "Process",
     "RunSpec",
     "Snapshot",
@@ -281,10 +282,14 @@ class _CommandLine:
     def _succeeded(self, arguments: Sequence[str], completed: Completed) -> Completed:
         if completed.returncode == 0:
             return completed
+        raise self._explained(CommandError(self._argv(arguments), completed.returncode, completed.stderr))
+
+    def _explained(self, error: CommandError) -> CommandError:
+        """The same error as what MISSING makes of it."""
         # One that was killed has decided nothing, whatever it managed to print.
-        kinds = self.MISSING if completed.returncode > 0 else ()
-        kind = next((kind for pattern, kind in kinds if pattern.search(completed.stderr)), CommandError)
-        raise kind(self._argv(arguments), completed.returncode, completed.stderr)
+        kinds = self.MISSING if (error.returncode or 0) > 0 else ()
+        kind = next((kind for pattern, kind in kinds if pattern.search(error.stderr)), None)
+        return kind(error.argv, error.returncode, error.stderr) if kind else error
 
     def _operand(self, text: str) -> str:
         """A name that comes from a pod must not turn into a flag."""
@@ -341,11 +346,14 @@ class CocoonCLI(_CommandLine):
         *,
         execute: Execute | None = None,
         stream: Stream | None = None,
+        output: Output | None = None,
         max_processes: int = 8,
         clock: Clock | None = None,
     ) -> None:
         super().__init__(binary, execute, max_processes, clock)
-        self._stream = stream or CommandStream(self._clock)
+        commands = CommandStream(self._clock)
+        self._stream = stream or commands
+        self._output = output or commands.output
 
     def run(self, spec: RunSpec) -> VM:
         """Creates and starts a VM from an image that is already pulled."""
@@ -448,9 +456,35 @@ class CocoonCLI(_CommandLine):
             self._unreadable(arguments, "no outcome")
         return outcome
 
-    def logs(self, ref: str, tail: int = 200) -> str:
-        """The last lines of the VMM's own log (the guest's is not available)."""
-        return self._ask("vm", "logs", "--tail", str(tail), self._operand(ref)).stdout
+    def logs(self, ref: str, *, follow: bool = False, tail: int | None = None) -> Iterator[bytes]:
+        """The VMM's own log since its last start (the guest's is not available), in pieces as they come: the last
+        `tail` lines, None for all of them, and with `follow` whatever is added, without end. Leaving the iteration ends
+        the command. Not counted among the processes: who watches logs must not keep VMs from starting."""
+        ref = self._operand(ref)
+        if tail == 0:
+            return self._new_logs(ref) if follow else iter(())
+        return self._logs(ref, follow, tail or 0)
+
+    def _logs(self, ref: str, follow: bool, tail: int) -> Iterator[bytes]:
+        arguments = ("vm", "logs", *_flag("-f", follow), *_option("--tail", tail), ref)
+        try:
+            yield from self._output(self._argv(arguments))
+        except CommandError as error:
+            raise self._explained(error) from None
+
+    def _new_logs(self, ref: str) -> Iterator[bytes]:
+        """To the tool, no last lines are all lines. So what there is of the last line is left out of what follows it;
+        when it is no longer the last one by then, nothing is left out."""
+        last = b"".join(self._logs(ref, False, 1))
+        head, beginning = b"", True
+        for piece in self._logs(ref, True, 1):
+            if beginning:
+                head += piece
+                if len(head) < len(last) and last.startswith(head):
+                    continue
+                piece, beginning = head.removeprefix(last), False
+            if piece:
+                yield piece
 
     def exec(
         self, ref: str, command: Sequence[str], *, env: Mapping[str, str] | None = None, limit: float = ASK_S

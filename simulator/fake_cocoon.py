@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -153,26 +154,18 @@ class FakeCocoon(Tool):
         self._change(found["id"], **members)
 
     def add_image(self, ref: str) -> None:
-        """Makes an image local without pulling it."""
-        kind = "cloudimg" if ref.startswith(("http://", "https://")) or WINDOWS.search(ref) else "oci"
-        image = {
-            "id": f"sha256:{self.host.rng.getrandbits(256):064x}",
-            "name": ref,
-            "type": kind,
-            "size": 2 * UNITS["G"],
-        }
+        """Makes an image local without pulling it; an older one of that name goes."""
+        image = self._new_image(ref)
         with self.host.storage.edit(self.key("images"), dict) as images:
-            images[ref] = {**image, "created_at": self._now()}
+            images[ref] = image
 
     def add_snapshot(self, name: str, **members: Any) -> None:
-        """Makes a finished snapshot as an import would, say `hypervisor="firecracker"`."""
-        windows = {"windows": True} if WINDOWS.search(name) else {}
-        sizes = {"cpu": 2, "memory": 4 * UNITS["G"], "storage": 20 * UNITS["G"]}
-        image = {"image": name, "image_digest": f"sha256:{self.host.rng.getrandbits(256):064x}", "image_type": "oci"}
-        snapshot = {**sizes, **image, **windows, "network": "", "nics": 1, "hypervisor": "cloud-hypervisor", **members}
-        made: Record = {"id": self._new_id(), "name": name, "created_at": self._now(), "vm": "", "pending": False}
+        """Makes a finished snapshot as an import would, say `hypervisor="firecracker"`; an older one of the name goes."""
+        snapshot = {**self._imported_snapshot(name), **members}
         with self._snapshots() as snapshots:
-            snapshots[made["id"]] = {**snapshot, **made, "image_blob_ids": {}}
+            for old in [each["id"] for each in snapshots.values() if each["name"] == name]:
+                del snapshots[old]
+            snapshots[snapshot["id"]] = snapshot
 
     def hold_lock(self, ref: str) -> AbstractContextManager[None]:
         """Holds a VM's operation lock, as a call in flight does."""
@@ -344,6 +337,8 @@ class FakeCocoon(Tool):
             self.host.power_off(pid)
             raise
         self._change(identifier, reason, state="running", pid=pid, first_booted=True, started_at=self._now())
+        with self.host.storage.edit(_log_key(identifier), list) as lines:
+            lines[:] = [self._log_line(record, f"booted {record['config']['name']} in process {pid}")]
 
     def _machine(self, record: Record, resumed: bool) -> Machine:
         directory = self._run_directory(record)
@@ -415,6 +410,7 @@ class FakeCocoon(Tool):
             self.host.power_off(record["pid"])
             call.reach(Step.LATE)
             self.host.storage.delete(_run_key(record))
+            self.host.storage.delete(_log_key(identifier))
             with self._vms() as vms:
                 vms.pop(identifier, None)
 
@@ -490,14 +486,27 @@ class FakeCocoon(Tool):
         return Outcome(returncode, stdout)
 
     def _logs(self, parsed: Parsed, _call: Call) -> Outcome:
+        lines = _last(self._log(self._logged(parsed)), parsed["tail"])
+        return Outcome(0, "".join(line + "\n" for line in lines))
+
+    def _logged(self, parsed: Parsed) -> str:
+        """The id of the VM whose log is asked for. Raises Refusal."""
         try:
             record = self._existing(self._resolve(parsed.operands[0]))
         except Refusal as refusal:
             raise Refusal(f"logs: {refusal}") from None
         if not record["first_booted"]:
             raise Refusal(f"open log {self._run_directory(record)}: VM may not have been started yet")
-        lines = [f"{record['started_at']} {record['hypervisor']}: booted {record['config']['name']}"]
-        return Outcome(0, "".join(line + "\n" for line in lines[-(parsed["tail"] or len(lines)) :]))
+        return str(record["id"])
+
+    def _log(self, identifier: str) -> list[str]:
+        return list(self.host.storage.read(_log_key(identifier)) or ())
+
+    def _log_line(self, record: Record, text: str) -> str:
+        if record["hypervisor"] == "firecracker":  # local time without a zone
+            return f"{self.host.now():%Y-%m-%dT%H:%M:%S.%f}000 [{record['id']}:main] {text}"
+        started = datetime.fromisoformat(self._all()[record["id"]]["started_at"])
+        return f"cloud-hypervisor: {(self.host.now() - started).total_seconds():.6f}s: <vmm> INFO:vmm.rs:1 -- {text}"
 
     # Snapshots
 
@@ -551,8 +560,7 @@ class FakeCocoon(Tool):
         }
 
     def _snapshot(self, ref: str) -> Record:
-        if any(fnmatchcase(ref, pattern) for pattern in self.golden) and not self._named_snapshot(ref):
-            self.add_snapshot(ref)
+        self._provide_golden_snapshot(ref)
         finished = [snapshot for snapshot in self._all_snapshots().values() if not snapshot["pending"]]
         found = [each for each in finished if ref in (each["id"], each["name"])]
         found = found or [each for each in finished if len(ref) >= LEAST_PREFIX and each["id"].startswith(ref)]
@@ -562,8 +570,25 @@ class FakeCocoon(Tool):
             raise Refusal(f'ambiguous ref "{ref}": multiple matches')
         return found[0]
 
-    def _named_snapshot(self, name: str) -> bool:
-        return any(snapshot["name"] == name for snapshot in self._all_snapshots().values())
+    def _provide_golden_snapshot(self, name: str) -> None:
+        if self._is_golden(name):
+            snapshot = self._imported_snapshot(name)
+            with self._snapshots() as snapshots:
+                if not any(each["name"] == name for each in snapshots.values()):
+                    snapshots[snapshot["id"]] = snapshot
+
+    def _is_golden(self, name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in self.golden)
+
+    def _imported_snapshot(self, name: str) -> Record:
+        windows = {"windows": True} if WINDOWS.search(name) else {}
+        digest = f"sha256:{self.host.rng.getrandbits(256):064x}"
+        return {
+            **{"cpu": 2, "memory": 4 * UNITS["G"], "storage": 20 * UNITS["G"], **windows},
+            **{"image": name, "image_digest": digest, "image_type": "oci", "image_blob_ids": {}},
+            **{"id": self._new_id(), "name": name, "network": "", "nics": 1, "hypervisor": "cloud-hypervisor"},
+            **{"created_at": self._now(), "vm": "", "pending": False},
+        }
 
     def _inspect_snapshot(self, parsed: Parsed, _call: Call) -> Outcome:
         try:
@@ -603,9 +628,15 @@ class FakeCocoon(Tool):
                 self.add_image(ref)
         return Outcome(0)
 
+    def _new_image(self, ref: str) -> Record:
+        kind = "cloudimg" if ref.startswith(("http://", "https://")) or WINDOWS.search(ref) else "oci"
+        digest = f"sha256:{self.host.rng.getrandbits(256):064x}"
+        return {"id": digest, "name": ref, "type": kind, "size": 2 * UNITS["G"], "created_at": self._now()}
+
     def _image(self, ref: str) -> Record:
-        if any(fnmatchcase(ref, pattern) for pattern in self.golden) and ref not in self._all_images():
-            self.add_image(ref)
+        if self._is_golden(ref) and ref not in self._all_images():
+            with self.host.storage.edit(self.key("images"), dict) as images:
+                images.setdefault(ref, self._new_image(ref))
         image: Record | None = self._all_images().get(ref)
         if image is None:
             raise Refusal(f'image "{ref}" not resolved: not found in any backend')
@@ -621,14 +652,53 @@ class FakeCocoon(Tool):
         images = list(self._all_images().values())
         return Outcome(0, pretty(images) if images else "No images found.\n")
 
-    # Events
+    # What goes on until somebody has heard enough
+
+    @staticmethod
+    def goes_on(arguments: Sequence[str]) -> bool:
+        """Whether these are the arguments of a `stream`."""
+        return "--event" in arguments or ("logs" in arguments and not {"-f", "--follow"}.isdisjoint(arguments))
 
     def stream(self, arguments: Sequence[str]) -> Iterator[str]:
-        """`vm status --event --format json`: its lines, until it ends. Faults of "vm status" strike before the first.
+        """The lines of `vm status --event --format json` or `vm logs -f`. Faults of the verb strike before the first.
 
         Raises Refusal, Failed, and what the host interrupts it with.
         """
-        parsed = self.begin_stream(arguments)
+        parsed, call = self.begin(arguments)
+        follow = parsed.verb.name == "vm logs" and parsed["follow"]
+        if self.old and parsed.verb.name in NEWER_VERBS:
+            raise Refusal(f'unknown command "{parsed.verb.name.split()[1]}" for "cocoon vm"')
+        if not follow:
+            self._check_events(parsed)
+        call.reach(Step.BEFORE)
+        return self._follow(self._logged(parsed), parsed["tail"]) if follow else self._events(parsed)
+
+    def _check_events(self, parsed: Parsed) -> None:
+        if parsed.verb.name != "vm status" or not parsed["event"]:
+            raise Refusal("status: not an event stream")
+        if parsed["watch"]:
+            raise Refusal("--event and --watch exclude each other")
+        if parsed["format"] not in ("", "json"):
+            raise Refusal(f"unknown format {parsed['format']!r}")
+
+    def _follow(self, identifier: str, tail: int) -> Iterator[str]:
+        """A log from its last lines on. A restart begins it anew; the removal of the VM does not end it."""
+        directory = _log_key(identifier).rpartition("/")[0]
+        version = self.host.storage.version(directory)
+        lines = self._log(identifier)
+        head, seen = lines[:1], len(lines)
+        yield from _last(lines, tail)
+        while True:
+            if self.host.wait_for_change(directory, version, self.event_interval_s):
+                self.host.sleep(self.event_debounce_s)
+            version = self.host.storage.version(directory)
+            lines = self._log(identifier)
+            if lines[:1] != head:
+                head, seen = lines[:1], 0
+            yield from lines[seen:]
+            seen = len(lines)
+
+    def _events(self, parsed: Parsed) -> Iterator[str]:
         interval = parsed["interval"] or self.event_interval_s
         seen: dict[str, Record] = {}
         while not self.faults.take("events end", ()):
@@ -640,18 +710,6 @@ class FakeCocoon(Tool):
             seen = present
             if self.host.wait_for_change(self.PROGRAM, version, interval):
                 self.host.sleep(self.event_debounce_s)
-
-    def begin_stream(self, arguments: Sequence[str]) -> Parsed:
-        """Reads the arguments of a subscription and lets the faults of "vm status" strike. Raises Refusal, Failed."""
-        parsed, call = self.begin(arguments)
-        if parsed.verb.name != "vm status" or not parsed["event"]:
-            raise Refusal("status: not an event stream")
-        if parsed["watch"]:
-            raise Refusal("--event and --watch exclude each other")
-        if parsed["format"] not in ("", "json"):
-            raise Refusal(f"unknown format {parsed['format']!r}")
-        call.reach(Step.BEFORE)
-        return parsed
 
     def _present(self) -> dict[str, Record]:
         """What one look at the list sees, in no order; a look that fails sees nothing."""
@@ -760,6 +818,15 @@ def _size(text: str, flag: str, least: int, default: int) -> int:
 
 def _run_key(record: Record) -> str:
     return f"run/{DIRECTORIES[record['hypervisor']]}/{record['id']}"
+
+
+def _log_key(identifier: str) -> str:
+    return f"log/{identifier}.json"
+
+
+def _last(lines: list[str], number: int) -> list[str]:
+    """The last lines; zero and less are all of them, as the real tool has it."""
+    return lines[-number:] if number > 0 else lines
 
 
 def _shown_snapshot(snapshot: Record) -> Record:

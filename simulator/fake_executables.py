@@ -277,7 +277,7 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(number, _cancel)
     host = LiveHost(home)
     program, *rest = arguments
-    if program == FakeCocoon.PROGRAM and "--event" in rest:
+    if program == FakeCocoon.PROGRAM and FakeCocoon.goes_on(rest):
         return _stream(host.cocoon, rest)
     return _run(host.cocoon if program == FakeCocoon.PROGRAM else host.macos, rest)
 

@@ -47,6 +47,7 @@ SSH_PORT = 22
 FIRST_PID = 4001
 RENEW_S = 43_200.0  # half of cocoon-net's lease time
 ASK_AGAIN_S = 4.0  # a DHCP client nobody answered
+OUTPUT_LIMIT_S = 30.0  # for what prints and ends
 
 
 @dataclass(frozen=True, slots=True)
@@ -576,8 +577,19 @@ class FakeHost:
 
     # The network (the errors of vkcocoon_net)
 
+    def output(self, argv: Sequence[str]) -> Iterator[bytes]:
+        """What cocoon prints, as it comes: a vkcocoon_vms.Output."""
+        if not self.cocoon.goes_on(argv):
+            completed = self.cocoon.execute(argv, OUTPUT_LIMIT_S)
+            if completed.returncode:
+                raise CommandError(argv, completed.returncode, completed.stderr)
+            yield completed.stdout.encode()
+            return
+        for line in self.stream(argv):
+            yield f"{line}\n".encode()
+
     def stream(self, argv: Sequence[str]) -> Iterator[str]:
-        """cocoon's event stream: a vkcocoon_vms.Stream."""
+        """The lines of a cocoon that goes on for ever: a vkcocoon_vms.Stream."""
         try:
             if self.cocoon.missing:
                 raise CommandError(argv, None, "", why=f"cannot be run: {os.strerror(errno.ENOENT)}")

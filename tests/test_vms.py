@@ -377,7 +377,6 @@ def test_run_and_clone_pass_what_is_set_in_the_documented_order(tool, cli, act, 
         (lambda cli: cli.snapshot_remove("s"), "snapshot rm s"),
         (lambda cli: cli.image_pull("img"), "image pull img"),
         (lambda cli: cli.image_pull("img", force=True), "image pull --force img"),
-        (lambda cli: cli.logs(ID), f"vm logs --tail 200 {ID}"),
         (lambda cli: cli.exec(ID, ["ls", "-l"], env={"B": "2", "A": "1"}), f"vm exec -e A=1 -e B=2 {ID} -- ls -l"),
     ],
 )
