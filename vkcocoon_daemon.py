@@ -24,7 +24,7 @@ from gevent.pool import Group
 
 from vkcocoon import Ports, Provider, __version__
 from vkcocoon_events import EventRecorder
-from vkcocoon_host import node_address
+from vkcocoon_host import Host, node_address
 from vkcocoon_http import Check, HubMonitor, Metrics, MetricsServer
 from vkcocoon_kube import ApiError, Backoff, HttpKubeApi, KubeApi
 from vkcocoon_net import open_pinger
@@ -46,7 +46,15 @@ log = structlog.get_logger()
 class Daemon:
     """One node's worth of vk-cocoon on whatever ports it is given."""
 
-    def __init__(self, settings: Settings, ports: Ports, *, lease_api: KubeApi | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        ports: Ports,
+        *,
+        lease_api: KubeApi | None = None,
+        host: Host | None = None,
+        instance: str = "",
+    ) -> None:
         self._clock = ports.clock
         self._stop = Event()
         self._group = Group()
@@ -62,6 +70,8 @@ class Daemon:
             recorder=self.recorder,
             degraded=ports.pinger.degraded,
             version=__version__,
+            host=host,
+            instance=instance,
         )
         self.pods = PodController(
             ports.kube, ports.clock, self.provider, settings, recorder=self.recorder, gate=self.node.alone
@@ -72,14 +82,15 @@ class Daemon:
         """Begin; returns at once. `started` is set when the node is registered and its pods are watched."""
         spawn(self._group, "start", self._run)
 
-    def close(self) -> None:
-        """Stop acting, stop probing, let go; VMs keep running."""
+    def close(self, patience: float = STOP_S) -> None:
+        """Stop acting, stop probing, tell the API what it is still owed for at most ``patience`` seconds; VMs keep
+        running."""
         self._stop.set()
-        self.pods.close()
+        self.pods.stop()
         self.provider.close()
+        self.pods.close(patience)
         self.node.close()
         self.recorder.close()
-        self._group.join(timeout=0)
         self._group.kill(block=False)
 
     def _run(self) -> None:
@@ -90,6 +101,7 @@ class Daemon:
         self.node.register()
         self.pods.start()
         spawn(self._group, "watch VMs", self.provider.watch_vms)
+        self._clock.wait(self.node.registered, None)
         self.started.set()
 
     def _reconciled(self) -> bool:

@@ -30,6 +30,7 @@ from simulator.invariants import Invariants
 from simulator.timeline import Timeline
 from vkcocoon import Ports
 from vkcocoon_daemon import Daemon
+from vkcocoon_host import Host
 from vkcocoon_kube import ApiError, Object
 from vkcocoon_probes import ProbeAgent, ProbeResult
 from vkcocoon_settings import Settings
@@ -40,6 +41,7 @@ __all__ = ["World", "example_pod"]
 
 NODE = "sim-node"
 NODE_IP = "192.0.2.10"
+HOST = Host(cpus=64, memory=256 * 2**30, storage=4 * 2**40, storage_available=3 * 2**40, address=NODE_IP)
 
 _OS_ANNOTATIONS: dict[str, dict[str, str]] = {
     "linux": {"cocoonset.cocoonstack.io/mode": "clone", "cocoonset.cocoonstack.io/image": "devbox-base:7"},
@@ -93,6 +95,7 @@ class World:
         defaults: dict[str, Any] = {"node_name": NODE, "node_ip": NODE_IP, "leases_path": str(lease_path)}
         self.settings = Settings(**defaults | settings)
         self.daemon: Daemon | None = None
+        self._starts = 0
 
     def rng(self, purpose: str) -> random.Random:
         """The stream of randomness for one purpose."""
@@ -110,7 +113,8 @@ class World:
 
     def start(self) -> None:
         """Start the daemon; it runs with the clock."""
-        self.daemon = Daemon(self.settings, self._ports())
+        self._starts += 1
+        self.daemon = Daemon(self.settings, self._ports(), host=HOST, instance=f"sim/{self._starts}")
         self.timeline.record("daemon", "start", NODE)
         self.daemon.start()
 
