@@ -167,6 +167,12 @@ class FakeCocoon(Tool):
                 del snapshots[old]
             snapshots[snapshot["id"]] = snapshot
 
+    def add_log(self, ref: str, *texts: str) -> None:
+        """The hypervisor of a VM has something to say."""
+        record = self._existing(self._resolve(ref))
+        with self.host.storage.edit(_log_key(record["id"]), list) as lines:
+            lines += [self._log_line(record, text) for text in texts]
+
     def hold_lock(self, ref: str) -> AbstractContextManager[None]:
         """Holds a VM's operation lock, as a call in flight does."""
         return self.host.storage.lock(self._lock_key(self._resolve(ref)))
