@@ -268,6 +268,9 @@ def build_pod_status(
     if intent.state is not IntentState.HIBERNATED or vm is not None:
         state = _container_state(intent, before, stamp, has_vm=vm is not None)
         status["containerStatuses"] = _container_statuses(pod, before, state, ready, restarts)
+        if vm is not None:
+            for container in status["containerStatuses"]:
+                container["containerID"] = f"cocoon://{vm.id}"
     return status
 
 

@@ -79,6 +79,7 @@ def test_a_ready_pod_says_everything_kubectl_and_controllers_read():
                 "name": "agent",
                 "image": "placeholder",
                 "imageID": "",
+                "containerID": "cocoon://ID",
                 "ready": True,
                 "started": True,
                 "restartCount": 0,
