@@ -375,7 +375,7 @@ class CommandStream:
             try:
                 process = _Process(argv, end, stderr.end)
             finally:
-                os.close(end)
+                _close(end)
             stderr.begin()
             make_nonblocking(source)
             while piece := nb_read(source, CHUNK):
@@ -387,7 +387,7 @@ class CommandStream:
                 self._clock.wait(stderr.drained, DRAIN_S)
                 raise CommandError(argv, process.returncode, stderr.text())
         finally:
-            os.close(source)
+            _close(source)
             stderr.close()
             if process is not None and process.running:
                 spawn(self._plumbing, "end a stream", process.terminate, self._clock, self._grace)

@@ -160,7 +160,7 @@ class FakeCocoon(Tool):
             images[ref] = image
 
     def add_snapshot(self, name: str, **members: Any) -> None:
-        """Makes a finished snapshot as an import would, say `hypervisor="firecracker"`; an older one of the name goes."""
+        """Makes a finished snapshot as an import would, say `hypervisor="firecracker"`, in place of an older one."""
         snapshot = {**self._imported_snapshot(name), **members}
         with self._snapshots() as snapshots:
             for old in [each["id"] for each in snapshots.values() if each["name"] == name]:

@@ -678,13 +678,19 @@ def test_an_image_that_cannot_be_asked_for_is_not_pulled(tool, mac_cli):
 
 
 def test_the_vnc_password_appears_in_no_log_line_and_in_no_exception(tool, mac_cli):
-    tool.on("vm start", failed(f"bad arguments: --vnc-password {PASSWORD}\n"))
-    with structlog.testing.capture_logs() as lines, pytest.raises(CommandError) as caught:
-        mac_cli.start("mac-0", 3)
-    assert lines and "***" in str(lines)
-    for text in (str(lines), str(caught.value), repr(caught.value), str(caught.value.argv), caught.value.stderr):
-        assert PASSWORD not in text
-    assert caught.value.argv[-3:] == ("--vnc-password", "***", "mac-0")
+    argv = ["cocoon-macos", "vm", "start", "--vnc", "3", "--vnc-password", PASSWORD, "mac-0"]
+    failures = [
+        failed(f"bad arguments: --vnc-password {PASSWORD}\n"),
+        CommandError(argv, None, f"said {PASSWORD}", why="still running after 300 s"),
+    ]
+    for failure in failures:
+        tool.on("vm start", failure)
+        with structlog.testing.capture_logs() as lines, pytest.raises(CommandError) as caught:
+            mac_cli.start("mac-0", 3)
+        for text in (str(lines), str(caught.value), repr(caught.value), str(caught.value.argv), caught.value.stderr):
+            assert PASSWORD not in text
+        assert caught.value.argv[-3:] == ("--vnc-password", "***", "mac-0")
+    assert "***" in str(lines)
 
 
 @pytest.mark.parametrize("argv", [["c", "--vnc-password=abc", "x"], ["c", "--password", "abc"], ["c", "-e", "K=abc"]])
