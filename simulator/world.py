@@ -138,12 +138,19 @@ class World:
     def _ports(self) -> Ports:
         return Ports(
             clock=self.clock,
-            runtime=CocoonCLI("cocoon", execute=self.host.cocoon.execute, stream=self.host.stream),
+            runtime=CocoonCLI(
+                "cocoon",
+                execute=self.host.cocoon.execute,
+                stream=self.host.stream,
+                output=self.host.output,
+                clock=self.clock,
+            ),
             macos=CocoonMacosCLI(
                 "cocoon-macos",
                 execute=self.host.macos.execute,
                 processes=self.host.processes,
                 vnc_password=self.settings.macos_vnc_password,
+                clock=self.clock,
             ),
             kube=self.kube,
             pinger=self.host.pinger,
