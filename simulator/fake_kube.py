@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from simulator.fake_kube_faults import Failure, Gate, Hold, Match, Request
@@ -50,10 +51,8 @@ class Door:
         self._faultless = faultless
 
     def get(self, path: str) -> Object:
-        target = parse_path(path)
-        return self._perform(
-            Request(self._now(), "GET", path), lambda: self._server.store.get(addressed(target, "get"))
-        )
+        store = self._server.store
+        return self._perform(self._request("GET", path), lambda: store.get(addressed(parse_path(path), "get")))
 
     def list(
         self,
@@ -65,68 +64,67 @@ class Door:
         continue_: str = "",
         resource_version: str = "",
     ) -> Object:
-        target = parse_path(path)
-        options = _query(
-            fieldSelector=field_selector,
-            labelSelector=label_selector,
-            limit=str(limit or ""),
-            resourceVersion=resource_version,
-        )
-        selects = selector(target.resource, field_selector, label_selector)
+        query = {
+            "fieldSelector": field_selector,
+            "labelSelector": label_selector,
+            "limit": str(limit or ""),
+            "continue": continue_,
+            "resourceVersion": resource_version,
+        }
 
         def act() -> Object:
+            target = parse_path(path)
+            selects = selector(target.resource, field_selector, label_selector)
             version = (resource_version, "")
             return self._server.list_page(target, selects, limit=limit, token=continue_, version=version)
 
-        return self._perform(Request(self._now(), "LIST", path, None, options | _query(**{"continue": continue_})), act)
+        return self._perform(self._request("LIST", path, **query), act)
 
     def watch(
         self, path: str, *, resource_version: str, field_selector: str = "", timeout: float = 300.0
     ) -> Iterator[Object]:
-        target = parse_path(path)
-        query = _query(resourceVersion=resource_version, fieldSelector=field_selector, timeoutSeconds=f"{timeout:g}")
-        request = Request(self._now(), "WATCH", path, None, query)
-        revision = revision_of(resource_version)
+        query = {
+            "resourceVersion": resource_version,
+            "fieldSelector": field_selector,
+            "timeoutSeconds": f"{timeout:g}",
+        }
+        request = self._request("WATCH", path, **query)
 
         def act() -> Iterator[Object]:
             options = WatchOptions(
-                revision=revision,
+                revision=revision_of(resource_version),
                 timeout=timeout,
                 bookmark_interval=self._server.bookmark_interval,
                 silence=self._server.client_watch_timeout,
             )
             stream = self._server.open_watch(
-                request, target, field_selector=field_selector, revision=revision, faultless=self._faultless
+                request, parse_path(path), revision=options.revision, faultless=self._faultless
             )
             return self._read(stream, options)
 
         return self._perform(request, act, copies=False)
 
     def create(self, path: str, body: Object) -> Object:
-        target = parse_path(path)
-        return self._perform(
-            Request(self._now(), "POST", path, _copied(body)), lambda: self._server.post(target, _copied(body))
-        )
+        request = self._request("POST", path, _copied(body))
+        return self._perform(request, lambda: self._server.post(parse_path(path), _copied(body)))
 
     def patch(self, path: str, body: Any, *, kind: PatchKind) -> Object:
-        target = addressed(parse_path(path), "patch")
-        request = Request(self._now(), "PATCH", path, _copied(body), {"kind": kind})
-        return self._perform(request, lambda: self._server.store.patch(target, _copied(body), kind))
+        request, store = self._request("PATCH", path, _copied(body), kind=kind), self._server.store
+        return self._perform(request, lambda: store.patch(addressed(parse_path(path), "patch"), _copied(body), kind))
 
     def replace(self, path: str, body: Object) -> Object:
-        target = addressed(parse_path(path), "update")
-        request = Request(self._now(), "PUT", path, _copied(body))
-        return self._perform(request, lambda: self._server.store.update(target, _copied(body)))
+        request, store = self._request("PUT", path, _copied(body)), self._server.store
+        return self._perform(request, lambda: store.update(addressed(parse_path(path), "update"), _copied(body)))
 
     def delete(self, path: str, *, uid: str = "", grace_seconds: int | None = None) -> Object:
-        target = addressed(parse_path(path), "delete")
-        query = _query(uid=uid, gracePeriodSeconds="" if grace_seconds is None else str(grace_seconds))
+        grace = "" if grace_seconds is None else str(grace_seconds)
+        request = self._request("DELETE", path, uid=uid, gracePeriodSeconds=grace)
         options = DeleteOptions(uid=uid, grace_seconds=grace_seconds)
-        request = Request(self._now(), "DELETE", path, None, query)
-        return self._perform(request, lambda: self._server.remove(target, options))
+        return self._perform(request, lambda: self._server.remove(parse_path(path), options))
 
-    def _now(self) -> float:
-        return self._server.clock.monotonic()
+    def _request(self, verb: str, path: str, body: Any = None, **options: str) -> Request:
+        given = {name: value for name, value in options.items() if value}
+        return Request(self._server.clock.monotonic(), verb, path, body, given)
 
     def _perform(self, request: Request, act: Callable[[], T], *, copies: bool = True) -> T:
         result = act() if self._faultless else self._server.perform(request, act, self._server.client_timeout)
@@ -314,25 +312,30 @@ class FakeKube(Door):
         request: Request,
         target: Target,
         *,
-        field_selector: str = "",
-        label_selector: str = "",
-        revision: int | None = None,
+        revision: int | None,
         faultless: bool = False,
     ) -> WatchStream:
-        """A stream that ``reading`` must be held around; raises 410 here when ``gone`` is "http"."""
+        """The stream ``request`` asks for, to be read inside ``reading``; raises 410 here when ``gone`` is "http"."""
         if "watch" not in target.resource.verbs:
             raise method_not_allowed(target)
+        fields, labels = (request.options.get(name, "") for name in ("fieldSelector", "labelSelector"))
         if target.name:
             # The watch of one object is the old spelling of a field selector.
-            field_selector = ",".join(filter(None, (field_selector, f"metadata.name={target.name}")))
+            fields = ",".join(filter(None, (fields, f"metadata.name={target.name}")))
         if revision is not None and self.gone == "http":
             self.store.check_revision(target.resource, revision)
-        selects = selector(target.resource, field_selector, label_selector)
+        selects = selector(target.resource, fields, labels)
         gate = Gate(self.clock, None) if faultless else self.gate
         return WatchStream(self.clock, self.store, gate, request=request, target=target, selects=selects)
 
-    def reading(self, stream: WatchStream) -> _Reading:
-        return _Reading(self._streams, stream)
+    @contextmanager
+    def reading(self, stream: WatchStream) -> Iterator[None]:
+        """Keep the stream among the open ones for as long as somebody reads it."""
+        self._streams.append(stream)
+        try:
+            yield
+        finally:
+            self._streams.remove(stream)
 
     def _exposed_streams(self) -> Streams:
         return [stream for stream in self._streams if stream.gate is self.gate]
@@ -350,20 +353,6 @@ class FakeKube(Door):
         if self._record is not None:
             fields = {"resourceVersion": str(change.revision), "uid": change.last["metadata"]["uid"]}
             self._record("kube", change.type.lower(), target.label, fields)
-
-
-class _Reading:
-    """Keeps a stream among the open ones of the server for as long as somebody reads it."""
-
-    def __init__(self, streams: list[WatchStream], stream: WatchStream) -> None:
-        self._streams = streams
-        self._stream = stream
-
-    def __enter__(self) -> None:
-        self._streams.append(self._stream)
-
-    def __exit__(self, *exc: object) -> None:
-        self._streams.remove(self._stream)
 
 
 Requests = list[Request]
@@ -388,10 +377,6 @@ def addressed(target: Target, verb: str) -> Target:
     if not target.name or target.subresource not in parts or verb not in target.resource.verbs:
         raise method_not_allowed(target)
     return target
-
-
-def _query(**parameters: str) -> dict[str, str]:
-    return {name: value for name, value in parameters.items() if value}
 
 
 def _success(code: int) -> Object:

@@ -88,17 +88,24 @@ class Hold:
         self.stored = stored
         self.hits = 0
         self.reached = Event()
-        self.released = Event()
+        self.released = False
+        self._kept: set[Event] = set()
 
     def release(self) -> None:
-        self.released.set()
+        self.released = True
+        for event in self._kept:
+            event.set()
+        self._kept.clear()
 
     def catches(self, request: Request) -> bool:
-        return not self.released.is_set() and _matches(self.match, request)
+        return not self.released and _matches(self.match, request)
 
-    def note(self) -> None:
-        self.hits += 1
-        self.reached.set()
+    def keep(self, event: Event) -> None:
+        """Count one who waits on ``event``, and set it at the release."""
+        if event not in self._kept:
+            self._kept.add(event)
+            self.hits += 1
+            self.reached.set()
 
 
 class Gate:
@@ -130,7 +137,7 @@ class Gate:
 
     def holding(self, request: Request) -> Hold | None:
         """The hold that keeps this request from getting anything more, if there is one."""
-        self.holds = [hold for hold in self.holds if not hold.released.is_set()]
+        self.holds = [hold for hold in self.holds if not hold.released]
         return next((hold for hold in self.holds if not hold.stored and hold.catches(request)), None)
 
     def event_delay(self, request: Request) -> float:
@@ -158,6 +165,7 @@ class Gate:
     def _hold(self, request: Request, patience: float | None, *, stored: bool) -> None:
         for hold in list(self.holds):
             if hold.stored is stored and hold.catches(request):
-                hold.note()
-                if not self._clock.wait(hold.released, patience):
+                released = Event()
+                hold.keep(released)
+                if not self._clock.wait(released, patience):
                     raise ApiError(0, "Timeout", f"no answer to {request} within {patience:g} s")

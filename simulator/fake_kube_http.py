@@ -20,6 +20,7 @@ import socket
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 from urllib.parse import parse_qsl
 from wsgiref.types import StartResponse, WSGIEnvironment
@@ -134,7 +135,7 @@ class HttpDoor:
         write(b"")  # The headers now, not with the first event: clients wait for them.
         hang_up = gevent.get_hub().loop.io(environ["simulator.socket"].fileno(), 1)
         # Readable means closed: a client sends nothing while it watches.
-        hang_up.start(lambda: watch.stream.cut(torn=False))
+        hang_up.start(watch.stream.abandon)
         try:
             with self.kube.reading(watch.stream):
                 for event in watch.stream.events(watch.options):
@@ -280,7 +281,10 @@ class _Router:
             return self._perform("GET", lambda: _Answer("ok"))
         if call.method == "GET" and (page := document(call.path)) is not None:
             return self._perform("GET", lambda: _Answer(page))
-        target = parse_path(call.path)
+        try:
+            target = parse_path(call.path)
+        except ApiError as error:
+            return self._perform(call.method, partial(_refuse, error))
         route = {
             "GET": self._read,
             "POST": self._create,
@@ -289,7 +293,7 @@ class _Router:
             "DELETE": self._delete,
         }.get(call.method)
         if route is None:
-            raise method_not_allowed(target)
+            return self._perform(call.method, partial(_refuse, method_not_allowed(target)))
         return route(target)
 
     def _perform(self, verb: str, act: Callable[[], T], body: Any = None, **options: str) -> T:
@@ -348,13 +352,7 @@ class _Router:
         )
 
         def open_stream(request: Request) -> WatchStream:
-            return self._kube.open_watch(
-                request,
-                target,
-                field_selector=query.get("fieldSelector", ""),
-                label_selector=query.get("labelSelector", ""),
-                revision=revision,
-            )
+            return self._kube.open_watch(request, target, revision=revision)
 
         request = Request(self._kube.clock.monotonic(), "WATCH", call.path, None, query)
         stream = self._kube.perform(request, lambda: open_stream(request), None)
@@ -429,6 +427,10 @@ class _Router:
             namespace = obj["metadata"].get("namespace", "")
             self._kube.store.delete(Target(target.resource, namespace, obj["metadata"]["name"]), options)
         return _Answer(page)
+
+
+def _refuse(error: ApiError) -> NoReturn:
+    raise error
 
 
 def _query_options(call: _Call) -> Object:

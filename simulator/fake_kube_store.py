@@ -389,8 +389,6 @@ class Store:
             wanted = 1
         if deleting:
             current = old["metadata"].get("deletionGracePeriodSeconds") or 0
-            if current == 0:
-                return 0
             return wanted if wanted is not None and wanted < current else None
         if not old["spec"].get("nodeName") or rules.is_terminal(old):
             return 0

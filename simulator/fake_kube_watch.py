@@ -72,8 +72,13 @@ class WatchStream:
             self.wake.set()
 
     def cut(self, *, torn: bool) -> None:
-        """End the stream at its next step: cleanly, or in the middle of a line."""
+        """End the stream at its next step: cleanly, or in the middle of a line. A held one does not hear of it."""
         self._cut = "torn" if torn else "clean"
+        self.wake.set()
+
+    def abandon(self) -> None:
+        """Nobody listens any more: end at once."""
+        self._cut = "abandoned"
         self.wake.set()
 
     def inject(self, event: Object) -> None:
@@ -101,8 +106,10 @@ class WatchStream:
         else:
             self.cursor = options.revision
         bookmark = self._clock.monotonic() + options.bookmark_interval
-        while not self._ended():
+        while True:
             self._stay_silent_while_held(options.silence)
+            if self._ended():
+                return
             self.wake.clear()
             while self._injected:
                 yield self._injected.pop(0)
@@ -113,16 +120,19 @@ class WatchStream:
                 return
             if changes:
                 yield from self._deliver(changes)
-                continue
-            self._idle = True
-            self.cursor = max(self.cursor, self._store.revision)
+                if self._ended() or self.gate.holding(self.request) is not None:
+                    continue
+            else:
+                self._idle = True
+                self.cursor = max(self.cursor, self._store.revision)
             now = self._clock.monotonic()
             if options.bookmarks and now >= min(bookmark, ends):
                 bookmark = now + options.bookmark_interval
                 yield self._bookmark()
             if now >= ends:
                 return
-            self._clock.wait(self.wake, min(ends, bookmark if options.bookmarks else ends) - now)
+            if not changes:
+                self._clock.wait(self.wake, min(ends, bookmark if options.bookmarks else ends) - now)
 
     def _existing(self) -> Iterator[Object]:
         everything = dataclasses.replace(self.target, name="")
@@ -169,8 +179,9 @@ class WatchStream:
         return bool(self._cut)
 
     def _stay_silent_while_held(self, silence: float | None) -> None:
-        while (hold := self.gate.holding(self.request)) is not None:
-            hold.note()
+        while (hold := self.gate.holding(self.request)) is not None and self._cut != "abandoned":
+            hold.keep(self.wake)
+            self.wake.clear()
             patience = None if silence is None else self._heard + silence - self._clock.monotonic()
-            if not self._clock.wait(hold.released, patience):
+            if not self._clock.wait(self.wake, patience):
                 raise ApiError(0, "Timeout", f"nothing came from {self.request} for {silence:g} s")

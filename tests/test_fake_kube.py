@@ -3,7 +3,9 @@
 In process and in virtual time; what holds here holds for the HTTP door too, which only translates.
 """
 
+import enum
 import random
+from datetime import UTC, datetime
 
 import pytest
 
@@ -399,6 +401,83 @@ def test_labels_are_validated(kube):
         assert refused(kube.patch, WEB, {"metadata": {"labels": labels}}, kind="merge")[:2] == (422, "Invalid")
 
 
+@pytest.mark.parametrize("length", [63, 64])
+def test_a_label_value_has_a_longest_length(kube, length):
+    made = pod(metadata={"labels": {"a": "x" * length}})
+    if length == 63:
+        kube.create(PODS, made)
+    else:
+        assert refused(kube.create, PODS, made)[:2] == (422, "Invalid")
+
+
+@pytest.mark.parametrize("spec", [{"leaseDurationSeconds": 0}, {"holderIdentity": ""}, {"leaseTransitions": -1}])
+def test_a_lease_that_makes_no_sense_is_refused(kube, spec):
+    status, reason, message = refused(kube.create, LEASES, lease(**spec))
+    assert (status, reason) == (422, "Invalid")
+    assert f"spec.{next(iter(spec))}" in message
+
+
+def test_the_smallest_lease_is_accepted(kube):
+    assert kube.create(LEASES, lease(leaseDurationSeconds=1, leaseTransitions=0))["spec"]["leaseTransitions"] == 0
+
+
+@pytest.mark.parametrize(
+    ("requests", "limits", "word"),
+    [
+        ({}, {}, "BestEffort"),
+        ({"cpu": "1"}, {}, "Burstable"),
+        ({"cpu": "1", "memory": "1Gi"}, {"cpu": "2", "memory": "1Gi"}, "Burstable"),
+        ({"cpu": "1", "memory": "1Gi"}, {"cpu": "1", "memory": "1Gi"}, "Guaranteed"),
+        ({}, {"cpu": "1", "memory": "1Gi"}, "Guaranteed"),
+        ({}, {"cpu": "1"}, "Burstable"),
+    ],
+)
+def test_the_quality_of_service_follows_from_the_resources(kube, requests, limits, word):
+    resources = {"requests": requests, "limits": limits}
+    made = kube.create(PODS, pod(containers=[{"name": "agent", "image": "x", "resources": resources}]))
+    assert made["status"]["qosClass"] == word
+
+
+@pytest.mark.parametrize(
+    "containers",
+    [
+        [],
+        [{"name": "", "image": "x"}],
+        [{"name": "A", "image": "x"}],
+        [{"name": "a"}],
+        [{"name": "a", "image": "x"}, {"name": "a", "image": "x"}],
+    ],
+)
+def test_containers_are_validated(kube, containers):
+    status, reason, message = refused(kube.create, PODS, pod(containers=containers))
+    assert (status, reason) == (422, "Invalid")
+    assert "spec.containers" in message
+
+
+def test_a_node_keeps_its_provider_and_lists_an_address_once(kube):
+    kube.create(NODES, {"metadata": {"name": "n1"}})
+    kube.patch(f"{NODES}/n1", {"spec": {"providerID": "cocoon://n1"}}, kind="merge")
+    assert refused(kube.patch, f"{NODES}/n1", {"spec": {"providerID": "other"}}, kind="merge")[0] == 422
+    twice = [{"type": "InternalIP", "address": "192.0.2.1"}] * 2
+    assert refused(kube.patch, f"{NODES}/n1/status", {"status": {"addresses": twice}}, kind="merge")[0] == 422
+
+
+def test_an_enumeration_of_strings_is_stored_as_strings(kube):
+    class Word(enum.StrEnum):
+        RUNNING = "Running"
+
+    kube.create(PODS, bound())
+    kube.patch(f"{WEB}/status", {"status": {"phase": Word.RUNNING}}, kind="strategic")
+    assert type(kube.get(WEB)["status"]["phase"]) is str
+
+
+def test_what_is_no_json_is_refused(kube):
+    kube.create(PODS, bound())
+    item = container({"running": {}}) | {"resources": {"at": datetime.now(UTC)}}  # noqa: TID251  any will do
+    body = {"status": {"containerStatuses": [item]}}
+    assert refused(kube.patch, f"{WEB}/status", body, kind="strategic")[:2] == (422, "Invalid")
+
+
 def test_events_live_where_their_object_lives(kube):
     event = {"metadata": {"name": "e"}, "involvedObject": {"kind": "Pod", "namespace": "default", "name": "web-0"}}
     assert refused(kube.create, "/api/v1/namespaces/kube-system/events", event)[:2] == (422, "Invalid")
@@ -613,6 +692,12 @@ def test_an_unsupported_field_is_named(crowd, selector):
         "BadRequest",
         f"field label not supported: {field}",
     )
+
+
+@pytest.mark.parametrize("selector", ["spec.nodeName", "=n1", "!"])
+def test_an_unreadable_field_selector_is_a_bad_request(crowd, selector):
+    status, reason, message = refused(crowd.list, PODS, field_selector=selector)
+    assert (status, reason, message[:17]) == (400, "BadRequest", "invalid selector:")
 
 
 @pytest.mark.parametrize("selector", ["app in web", "a=b=c", "!", "app in (a"])

@@ -196,6 +196,12 @@ def test_a_client_does_not_wait_for_ever(clock, kube, web):
     assert call.ended == (20.0, 0)
 
 
+def test_a_request_that_makes_no_sense_is_lost_like_any_other(kube):
+    kube.down = True
+    assert outcome(kube.get, "/nope") == outcome(kube.list, PODS, field_selector="nope=1") == 0
+    assert [request.path for request in kube.requests] == ["/nope", PODS]
+
+
 def test_the_log_holds_what_was_asked_and_when(clock, kube, web):
     clock.run(2.5)
     kube.patch(f"{WEB}/status", {"status": {"phase": "Running"}}, kind="strategic")

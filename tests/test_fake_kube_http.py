@@ -216,6 +216,13 @@ def test_a_dry_run_changes_nothing(wire, kube):
     assert kube.store.revision == before
 
 
+def test_a_deletion_can_depend_on_the_version(wire):
+    made = wire("POST", PODS, pod())[1]["metadata"]["resourceVersion"]
+    status, answer = wire("DELETE", WEB, {"preconditions": {"resourceVersion": "1"}, "gracePeriodSeconds": 0})
+    assert (status, answer["reason"]) == (409, "Conflict")
+    assert wire("DELETE", WEB, {"preconditions": {"resourceVersion": made}, "gracePeriodSeconds": 0})[0] == 200
+
+
 def test_a_collection_can_be_deleted_by_selector(wire):
     for name in "abc":
         wire("POST", PODS, pod(name, labels={"app": "x" if name < "c" else "y"}))
@@ -330,6 +337,12 @@ def test_lines_can_arrive_in_pieces_that_split_characters(door, kube):
 def test_nobody_reads_on_for_a_client_that_hung_up(door, kube):
     with watching(door, f"{PODS}?watch=true"):
         assert kube.open_watches == 1
+    assert eventually(lambda: not kube.open_watches)
+
+
+def test_nor_for_a_client_that_hung_up_on_silence(door, kube):
+    with watching(door, f"{PODS}?watch=true"):
+        kube.hang("WATCH *")
     assert eventually(lambda: not kube.open_watches)
 
 

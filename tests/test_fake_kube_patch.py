@@ -131,7 +131,9 @@ def test_an_item_without_its_merge_key_is_refused():
         strategic_merge("Pod", {}, status(conditions=[{"status": "True"}]))
 
 
-@pytest.mark.parametrize("patch", [[], "x", {"$patch": "explode"}, {"spec": {"$retainKeys": "x"}}])
+@pytest.mark.parametrize(
+    "patch", [[], "x", {"$patch": "explode"}, {"spec": {"$retainKeys": "x"}}, {"$deleteFromPrimitiveList/x": 1}]
+)
 def test_a_malformed_strategic_patch_is_called_so(patch):
     with pytest.raises(PatchError) as caught:
         strategic_merge("Pod", {}, patch)

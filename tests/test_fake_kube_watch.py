@@ -305,6 +305,41 @@ def test_a_silent_connection_that_wakes_up_has_lost_nothing(clock, kube):
     assert hold.hits == 1
 
 
+def test_a_cut_does_not_reach_a_silent_connection_before_it_wakes_up(clock, kube):
+    reader = Reader(clock, kube)
+    hold = kube.hang("WATCH *")
+    clock.run(1)
+    kube.cut_watches()
+    clock.run(10)
+    assert reader.end is None
+    hold.release()
+    clock.run(0)
+    assert reader.end == (11.0, "closed")
+
+
+def test_a_silent_connection_sends_no_bookmark_and_does_not_end(clock, kube):
+    kube.client_watch_timeout = 1000.0
+    reader = Reader(clock, kube, timeout=100)
+    clock.at(30, kube.hang, "WATCH *")
+    clock.run(500)
+    assert (reader.seen, reader.end) == ([], None)
+
+
+def test_a_watch_ends_at_its_time_though_something_always_happens(clock, kube):
+    ends = []
+
+    def read():
+        for event in kube.watch(ALL_PODS, resource_version="", timeout=10):
+            ends.append((clock.elapsed(), event["type"]))
+            kube.admin.patch(WEB, {"metadata": {"labels": {"n": str(len(ends))}}}, kind="merge")
+            clock.sleep(1)
+
+    kube.create(PODS, pod())
+    clock.spawn("reader", read)
+    clock.run(100)
+    assert ends[-1] == (10.0, "BOOKMARK")
+
+
 def test_delays_and_injected_events_reach_open_watches(clock, kube):
     reader = Reader(clock, kube)
     kube.watch_delay = 0.25
