@@ -42,7 +42,7 @@ from gevent.pool import Group, Pool
 from gevent.server import StreamServer
 
 from simulator.fake_vms import GuestSpec
-from simulator.namespaces import leave_network
+from simulator.namespaces import MARK, leave_network
 from vkcocoon_probes import Clock, SystemClock, spawn
 
 __all__ = ["Address", "Guest", "GuestError", "main", "read_spec", "tell"]
@@ -50,6 +50,7 @@ __all__ = ["Address", "Guest", "GuestError", "main", "read_spec", "tell"]
 log = logging.getLogger("simulator.guest")
 
 ASK_AGAIN_S = 0.5  # between two DHCP requests that nobody answered
+LONELY_S = 120.0  # without power cord and DHCP; then there is nobody to be a guest for
 SSH_PORT = 22
 LONGEST_COMMAND = 65536
 
@@ -140,6 +141,7 @@ class Guest:
         self._network = network
         self._clock: Clock = SystemClock()
         self._power_on = self._clock.monotonic()
+        self._powered = False
         self._greenlets = Group()
         self._spec = read_spec(home, name, os_name)
         self._address: Address | None = None
@@ -204,6 +206,8 @@ class Guest:
                 answer = _exchange(self._home / "dhcp.sock", {"mac": self._mac})
                 return Address(answer["ip"], answer["prefix"], answer["gateway"], answer.get("lease_s", 86400.0))
             except (OSError, ValueError, KeyError):
+                if not self._powered and self._clock.monotonic() - self._power_on > LONELY_S:
+                    os._exit(0)  # left behind by a world that went away while we were being started
                 self._clock.sleep(ASK_AGAIN_S)
 
     def _listen(self, port: int) -> None:
@@ -311,10 +315,11 @@ class Guest:
         cord = gevent.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             cord.connect(str(self._home / "power.sock"))
-        except FileNotFoundError:
-            return  # started by hand, without a host
-        except OSError:
+        except OSError as error:
+            if isinstance(error, FileNotFoundError) and not os.environ.get(MARK):
+                return  # started by hand, without a host
             os._exit(0)
+        self._powered = True
         cord.recv(1)
         os._exit(0)
 
@@ -346,6 +351,8 @@ def read_spec(home: Path, name: str, os_name: str) -> GuestSpec:
 
 def tell(home: Path, name: str, order: Mapping[str, Any]) -> dict[str, Any]:
     """Give one live guest an order; returns its status after it. Raises GuestError, OSError when it is not there."""
+    if "/" in name:  # it may come from a pod's annotation, and must not lead to anybody else's socket
+        raise GuestError(f"{name!r} is no name of a VM")
     answer = _exchange(home / "guests" / f"{name}.sock", order)
     if "error" in answer:
         raise GuestError(answer["error"])

@@ -1,6 +1,6 @@
 """The inner half of the playground: the world, what is seen of it, and when it ends.
 
-Started by simulator.playground inside the namespaces (or without any, where `--refused` says why). What it prints about
+Started by simulator.playground inside the namespaces (or without any, and `--loopback` says why). What it prints about
 pods, nodes and events is what `ClusterView` got from the API; only lines that begin with what the tour does, and the
 daemon's own end, come from elsewhere.
 """
@@ -30,6 +30,7 @@ from vkcocoon_probes import SystemClock, spawn
 __all__ = ["main"]
 
 TICK_S = 1.0  # how often ages move in the table
+KEPT_REQUESTS = 1000
 CANNOT_SHOW = (
     "What that cannot show: a guest that stops answering echoes (for 127.0.0.0/8 the host's kernel answers), and the",
     "banner of a Mac's sshd on port 22. So each pod of the tour has a probe-port, and a guest falls silent by closing",
@@ -44,7 +45,7 @@ class _Session:
         self._begin = self._clock.monotonic()
         self._listener = gevent.socket.socket(fileno=options.listener)
         self._server = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._place = Place(options.home, bridged=not options.refused)
+        self._place = Place(options.home, bridged=options.loopback is None)
         footer = f"kubectl --server={self._server} get pods -A -w     Ctrl-C ends it"
         header = list(self._header())
         self._display: Display = open_display(sys.stdout, table=options.table, header=header, footer=footer)
@@ -113,6 +114,8 @@ class _Session:
     def _move_ages(self) -> None:
         while True:
             self._show()
+            # The API server remembers every request, for tests; a playground may stand for weeks.
+            del self._world.kube.requests[:-KEPT_REQUESTS]
             self._clock.sleep(TICK_S)
 
     # The tour and the end
@@ -125,16 +128,15 @@ class _Session:
 
     def _sum_up(self) -> int:
         held = sum(each.held is True for each in self._tour.expectations)
-        failed = [each for each in self._tour.expectations if each.held is False]
-        lines = [f"FAILED: {each.text}" for each in failed]
-        if self._world.daemon.given_up.is_set():
-            lines.append("FAILED: vk-cocoon keeps running")
+        failed = [each.text for each in self._tour.expectations if each.held is False]
+        summary = f"{held} expectations of the tour held, {len(failed)} failed"
+        failed += self._world.daemon.failures
+        lines = [f"FAILED: {text}" for text in failed]
         if self._options.tour:
-            ended = "" if self._tour.over else "; the playground ended before the tour did"
-            lines.append(f"{held} expectations of the tour held, {len(failed)} failed{ended}")
+            lines.append(summary + ("" if self._tour.over else "; the playground ended before the tour did"))
         sys.stdout.write("".join(f"{line}\n" for line in lines))
         sys.stdout.flush()
-        return 1 if failed or self._world.daemon.given_up.is_set() else 0
+        return 1 if failed else 0
 
     def _header(self) -> Iterator[str]:
         home = self._place.home
@@ -142,13 +144,14 @@ class _Session:
             yield "A cluster of one node with the real vk-cocoon in it, in namespaces of its own. Ctrl-C ends it."
             home = Path(f"/proc/{os.environ[namespaces.OUTER_PID]}/root{home}")
         else:
-            yield f"This kernel grants no namespaces ({self._options.refused}): running on loopback addresses."
+            why = self._options.loopback
+            yield "A cluster of one node with the real vk-cocoon in it, on loopback addresses. Ctrl-C ends it."
+            yield from (f"There are no namespaces for it: {reason}." for reason in why.split("; ") if reason)
             yield from CANNOT_SHOW
-        config = shlex.quote(str(home / "kubeconfig"))
         yield f"  API server   {self._server}"
         yield f"  kubectl      kubectl --server={self._server} get pods -A -w"
-        yield f"  or           export KUBECONFIG={config}; kubectl get pods -A -w"
-        yield "  guests       kubectl annotate pod linux-0 playground/guest=silent --overwrite    (or speaking, crash)"
+        yield f"  or           export KUBECONFIG={shlex.quote(str(home / 'kubeconfig'))}; kubectl get pods -A -w"
+        yield "  and then     kubectl annotate pod linux-0 playground/guest=silent --overwrite  # or speaking, crash"
         yield f"  daemon log   tail -f {shlex.quote(str(home / 'vk-cocoon.log'))}"
         yield ""
 
@@ -161,5 +164,7 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--for", dest="seconds", type=float)
     parser.add_argument("--no-table", dest="table", action="store_false")
     parser.add_argument("--no-tour", dest="tour", action="store_false")
-    parser.add_argument("--refused", default="", help="why there are no namespaces")
+    parser.add_argument(
+        "--loopback", metavar="WHY", help="there are no namespaces; WHY is empty when nobody asked for any"
+    )
     return _Session(parser.parse_args(arguments)).run()

@@ -193,6 +193,7 @@ class DaemonProcess:
         self._process: subprocess.Popen[bytes] | None = None
         self._stopping = False
         self.given_up = Event()
+        self.failures: list[str] = []  # what a daemon must do and this one did not
 
     @property
     def pid(self) -> int:
@@ -211,13 +212,15 @@ class DaemonProcess:
         process.send_signal(signal.SIGTERM)
         try:
             code = process.wait(timeout=STOP_GRACE_S)
-            if code:
-                self._say(f"vk-cocoon ended with {_ending(code)} when asked to stop\n{self.log_tail()}", "bad")
         except subprocess.TimeoutExpired:
-            self._say(f"vk-cocoon did not stop within {STOP_GRACE_S:g} s and was killed", "bad")
+            self._fail(f"vk-cocoon did not stop within {STOP_GRACE_S:g} s and was killed")
             process.kill()
+            return
+        if code:
+            self._fail(f"vk-cocoon ended with {_ending(code)} when asked to stop")
 
     def log_tail(self) -> str:
+        """Its last words, indented."""
         lines = self._log.read_text(errors="replace").splitlines()
         return "\n".join(f"    {line}" for line in lines[-LOG_TAIL_LINES:])
 
@@ -239,14 +242,20 @@ class DaemonProcess:
             if self._stopping:
                 return
             if code >= 0:
-                self._say(f"vk-cocoon ended by itself with {_ending(code)}:\n{self.log_tail()}", "bad")
+                self._fail(f"vk-cocoon ended by itself with {_ending(code)}")
                 break
             self._say(f"vk-cocoon was ended by {_ending(code)}; starting it again, as its unit would", "bad")
             self._clock.sleep(RESTART_PAUSE_S)
             if self._stopping:
                 return
             self._process = process = self._launch()
+        else:
+            self._fail(f"vk-cocoon was killed {MOST_RESTARTS} times")
         self.given_up.set()
+
+    def _fail(self, text: str) -> None:
+        self.failures.append(text)
+        self._say(f"FAILED: {text}\n{self.log_tail()}", "bad")
 
 
 def _program() -> list[str]:

@@ -43,8 +43,8 @@ def main(
     except OSError as error:
         sys.stderr.write(f"vk-cocoon: cannot listen on 127.0.0.1:{port}: {error.strerror}\n")
         return 1
-    kind, refusals = ("", ["not asked for"]) if loopback else namespaces.available()
-    words = ["--refused", "; ".join(refusals)] if not kind else []
+    kind, refusals = ("", []) if loopback else namespaces.available()
+    words = [] if kind else ["--loopback", "; ".join(refusals)]
     words += [] if table else ["--no-table"]
     words += [] if tour else ["--no-tour"]
     words += [f"--for={seconds}"] if seconds is not None else []

@@ -37,8 +37,9 @@ Say = Callable[[str, str], None]
 
 PODS = "/api/v1/namespaces/default/pods"
 
-COMES_UP_S = 15.0  # from creating the pod: two short-lived programs, a guest's boot, and a probe
-MAC_COMES_UP_S = 25.0
+NODE_READY_S = 30.0  # the daemon's own start
+COMES_UP_S = 20.0  # from creating the pod: two short-lived programs, a guest's boot, and a probe
+MAC_COMES_UP_S = 30.0
 FALLS_S = 3 * (5.0 + 3.0) + 3.0
 RISES_S = 5.0
 RESTART_S = 5.0 + 3.0 + 5.0  # the pace until the death is seen, a probe, and two calls of cocoon-macos
@@ -46,9 +47,10 @@ RESTART_S = 5.0 + 3.0 + 5.0  # the pace until the death is seen, a probe, and tw
 # Cold boots cut short: a real Mac takes minutes.
 LINUX = GuestSpec(os="linux", boot_s=0.5, lease_s=0.3)
 WINDOWS = GuestSpec(os="windows", boot_s=2.0, lease_s=0.5, ports=(3389,))
-MACOS = GuestSpec(os="macos", boot_s=3.0, lease_s=1.0, ssh_after_s=4.0)
+# sshd speaks so long after the lease that a dial can give up in between: a pause of 1 s and a probe of 3 s, and some.
+MACOS = GuestSpec(os="macos", boot_s=2.0, lease_s=0.5, ssh_after_s=6.0)
 # After the crash it checks its disk first: long enough for the cluster to see it Not Ready.
-MACOS_AFTER_CRASH = dataclasses.replace(MACOS, boot_s=16.0)
+MACOS_AFTER_CRASH = dataclasses.replace(MACOS, boot_s=16.0, ssh_after_s=2.0)
 # Without namespaces each pod needs a port to tell silence by, one that needs no privileges.
 LOOPBACK_PORTS = {"linux": 28022, "windows": 23389, "macos": 22022}
 
@@ -73,7 +75,7 @@ def manifest(name: str) -> dict[str, Any]:
 
 
 class Tour:
-    """`run` returns when all stories are told; `expectations` can be read at any time."""
+    """`run` returns when all stories are told or it was stopped; `expectations` can be read at any time."""
 
     def __init__(self, view: ClusterView, api: KubeApi, clock: Clock, place: Place, say: Say) -> None:
         self.expectations: list[Expectation] = []
@@ -87,8 +89,10 @@ class Tour:
         self._stopped = False
 
     def run(self) -> None:
+        self._tell(self._node)
         for story in (self._linux, self._windows, self._macos):
-            spawn(self._greenlets, f"tour {story.__name__}", self._tell, story)
+            if not self._stopped and not self.failed:
+                spawn(self._greenlets, f"tour {story.__name__}", self._tell, story)
         self._greenlets.join()
         self.over = not self._stopped
 
@@ -102,6 +106,9 @@ class Tour:
         return any(each.held is False for each in self.expectations)
 
     # The stories ------------------------------------------------------------------------------------------------------
+
+    def _node(self) -> None:
+        self._expect("the node is Ready", lambda: "Ready" in self._view.nodes.values(), NODE_READY_S)
 
     def _linux(self) -> None:
         pod = self._create("linux", LINUX)
@@ -129,10 +136,10 @@ class Tour:
 
     def _macos(self) -> None:
         pod = self._create("macos", MACOS)
-        if self._place.bridged:
-            waits = "macos-0 has its address and waits for the banner of its sshd"
-            self._expect(waits, lambda: pod.has_address() and pod.is_not_ready(Reason.NO_SSH_BANNER), MAC_COMES_UP_S)
         self._expect("macos-0 becomes Ready", pod.is_ready, MAC_COMES_UP_S)
+        if self._place.bridged:
+            spoken = tell(self._place.home, pod.vm, {"status": True})["banner"] is not None
+            self._expect("macos-0 was not Ready before its sshd spoke", lambda: spoken, 0.0)
         self._clock.sleep(2.0)
         before, first = pod.row, tell(self._place.home, pod.vm, {"status": True})
         self._write_spec(pod.vm, "macos", MACOS_AFTER_CRASH)
@@ -204,10 +211,6 @@ class _Pod:
     def is_not_ready(self, reason: str = "") -> bool:
         row = self._view.pods.get(self._key)
         return row is not None and not row.ready and reason in ("", row.reason)
-
-    def has_address(self) -> bool:
-        row = self._view.pods.get(self._key)
-        return row is not None and bool(row.ip)
 
     def has_event(self, reason: str) -> bool:
         return any(

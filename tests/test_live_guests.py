@@ -69,9 +69,8 @@ class Station:
 
     def guest(self, name="vm-1", mac="0a:58:0a:58:00:21", os_name="linux", **spec):
         """Power a guest on and wait until it has its address."""
-        from simulator.fake_vms import GuestSpec
-
         from simulator.fake_guests import tell
+        from simulator.fake_vms import GuestSpec
 
         fields = {"os": os_name, "boot_s": 0.0, "lease_s": 0.0, **spec}
         GuestSpec(**fields)
@@ -287,9 +286,11 @@ def test_a_renewal_that_brings_another_address_moves_the_guest_and_its_ports(sta
 
 @inside
 def test_a_wrong_command_is_answered_and_does_no_harm(station):
-    from simulator.fake_guests import GuestError
+    from simulator.fake_guests import GuestError, tell
 
     guest = station.guest()
+    with pytest.raises(GuestError, match="no name of a VM"):
+        tell(station.home, "../../somebody-else", {"status": True})
     for order in ({"open": 0}, {"open": True}, {"open": "ssh"}, {"dance": True}):
         with pytest.raises(GuestError):
             guest.tell(**order)
@@ -301,6 +302,15 @@ def test_a_guest_dies_with_the_power(station):
     guest = station.guest()
     station.network.close()
     assert guest.process.wait(timeout=5) == 0
+
+
+@inside
+def test_a_guest_that_is_started_after_its_world_went_away_does_not_stay(station):
+    station.network.close()
+    (station.home / "power.sock").unlink()
+    words = ["--home", str(station.home), "--vm", "late", "--mac", "0a:58:0a:58:00:29", "--os", "linux"]
+    late = subprocess.Popen([sys.executable, "-m", "simulator.fake_guests", *words])
+    assert late.wait(timeout=5) == 0
 
 
 @inside_without_namespaces

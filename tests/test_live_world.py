@@ -93,14 +93,15 @@ def test_a_daemon_that_is_killed_is_started_again(supervised):
 def test_a_daemon_that_gives_up_by_itself_is_not_started_again_and_its_last_words_are_shown(supervised):
     world = supervised("print('VK_NODE_IP: not possible'); raise SystemExit(78)")
     assert world.daemon.given_up.wait(timeout=10)
-    assert world.said == [("bad", "vk-cocoon ended by itself with exit code 78:\n    VK_NODE_IP: not possible")]
+    assert world.daemon.failures == ["vk-cocoon ended by itself with exit code 78"]
+    assert world.said == [("bad", "FAILED: vk-cocoon ended by itself with exit code 78\n    VK_NODE_IP: not possible")]
 
 
 @pytest.mark.process
 def test_a_daemon_that_always_dies_is_given_up(supervised):
     world = supervised("import os; os.kill(os.getpid(), 9)")
     assert world.daemon.given_up.wait(timeout=20)
-    assert len(world.said) == live_world.MOST_RESTARTS
+    assert world.daemon.failures == [f"vk-cocoon was killed {live_world.MOST_RESTARTS} times"]
 
 
 @pytest.mark.process
@@ -110,7 +111,7 @@ def test_a_daemon_that_ends_badly_when_asked_to_stop_is_told(supervised):
     )
     until(lambda: world.lines() == ["up"])
     world.daemon.stop()
-    assert world.said == [("bad", "vk-cocoon ended with exit code 3 when asked to stop\n    up")]
+    assert world.daemon.failures == ["vk-cocoon ended with exit code 3 when asked to stop"]
 
 
 @pytest.mark.process
@@ -121,7 +122,7 @@ def test_a_daemon_that_does_not_stop_is_killed_after_its_grace(supervised, monke
     )
     until(lambda: world.lines() == ["up"])
     world.daemon.stop()
-    assert world.said == [("bad", "vk-cocoon did not stop within 0.2 s and was killed")]
+    assert world.daemon.failures == ["vk-cocoon did not stop within 0.2 s and was killed"]
 
 
 # Where it stands --------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ class Stage:
         self.orders = []
         self.answers = {}
         self.pid = 100
+        self.banner = "SSH-2.0-OpenSSH_9.9"
         (home / "guests").mkdir()
         self.home = home
         place = Place(home, bridged)
@@ -35,6 +36,8 @@ class Stage:
         )
         monkeypatch.setattr(module, "tell", self.tell)
         self.view.start()
+        node = {"metadata": {"name": "playground"}, "status": {"conditions": [{"type": "Ready", "status": "True"}]}}
+        self.kube.admin.create("/api/v1/nodes", node)
 
     def tell(self, home, vm, order):
         self.orders.append((self.clock.elapsed(), vm, order))
@@ -43,7 +46,7 @@ class Stage:
                 self.clock.at(self.clock.elapsed() + delay, status)
         if "crash" in order:
             self.pid += 1
-        return {"pid": self.pid, "mac": "0a:58:0a:58:00:21"}
+        return {"pid": self.pid, "mac": "0a:58:0a:58:00:21", "banner": self.banner}
 
     def publish(self, name, ready, reason, ip="10.88.0.5"):
         condition = {"type": "Ready", "status": "True" if ready else "False", "reason": reason}
@@ -100,7 +103,7 @@ def test_a_good_daemon_passes_in_less_than_a_minute(stage):
     held = stage.run(60.0)
     assert stage.tour.over
     assert not stage.tour.failed
-    assert list(held.values()) == [True] * 10
+    assert list(held.values()) == [True] * 11
     assert [kind for kind, _ in stage.said].count("bad") == 0
 
 
@@ -109,6 +112,7 @@ def test_the_tour_does_what_it_says_at_the_instants_that_follow_from_the_cluster
     stage.run(60.0)
     assert stage.orders == [
         (2.5, "vk-default-linux-0", {"echo": False}),
+        (9.0, "vk-default-macos-0", {"status": True}),
         (11.0, "vk-default-macos-0", {"status": True}),
         (11.0, "vk-default-macos-0", {"crash": True}),
         (27.5, "vk-default-linux-0", {"echo": True}),
@@ -132,17 +136,28 @@ def test_a_tour_that_is_stopped_is_not_over_and_what_was_waited_for_stays_undeci
 def test_a_daemon_that_publishes_nothing_fails_each_story_at_its_bound(stage):
     held = stage.run()
     assert stage.tour.over
+    assert held.pop("the node is Ready") is True
     assert set(held.values()) == {False}
     assert sorted(held) == [
         "linux-0 becomes Ready",
-        "macos-0 has its address and waits for the banner of its sshd",
+        "macos-0 becomes Ready",
         "windows-0 becomes Ready by its probe-port",
     ]
 
 
+def test_no_pod_is_created_on_a_node_that_never_comes(stage):
+    stage.kube.admin.delete("/api/v1/nodes/playground")
+    assert stage.run() == {"the node is Ready": False}
+    assert stage.kube.admin.list(PODS)["items"] == []
+    assert stage.tour.over
+
+
 def test_a_mac_that_is_ready_before_its_sshd_speaks_fails(stage):
+    stage.banner = None
     stage.at(4.2, "macos-0", True, "ProbeSucceeded")
-    assert stage.run()["macos-0 has its address and waits for the banner of its sshd"] is False
+    held = stage.run()
+    assert held["macos-0 becomes Ready"] is True
+    assert held["macos-0 was not Ready before its sshd spoke"] is False
 
 
 def test_a_silence_nobody_notices_fails(stage):
@@ -186,7 +201,7 @@ def test_the_guests_are_described_before_their_pods_exist(stage):
     stage.run(0.0)
     written = {path.stem: json.loads(path.read_text()) for path in (stage.home / "guests").glob("*.json")}
     assert written["vk-default-windows-0"]["ports"] == [3389]
-    assert written["vk-default-macos-0"]["ssh_after_s"] == 4.0
+    assert written["vk-default-macos-0"]["ssh_after_s"] == 6.0
 
 
 def test_without_namespaces_every_pod_has_a_probe_port_and_silence_is_a_closed_port(tmp_path, monkeypatch):
