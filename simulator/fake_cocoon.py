@@ -15,6 +15,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -706,10 +707,10 @@ class FakeCocoon(Tool):
 
     def _events(self, parsed: Parsed) -> Iterator[str]:
         interval = parsed["interval"] or self.event_interval_s
-        seen: dict[str, Record] = {}
+        seen: dict[str, _Seen] = {}
         while not self.faults.take("events end", ()):
             version = self.host.storage.version(self.PROGRAM)
-            present = self._present()
+            present = self._present(seen)
             for fault in self.faults.take("events line", ()):
                 yield fault.stdout or ""
             yield from _differences(seen, present)
@@ -717,7 +718,7 @@ class FakeCocoon(Tool):
             if self.host.wait_for_change(self.PROGRAM, version, interval):
                 self.host.sleep(self.event_debounce_s)
 
-    def _present(self) -> dict[str, Record]:
+    def _present(self, before: Mapping[str, _Seen]) -> dict[str, _Seen]:
         """What one look at the list sees, in no order; a look that fails sees nothing."""
         if self.faults.take("events list", ()):
             return {}
@@ -726,7 +727,14 @@ class FakeCocoon(Tool):
             for record in [each for each in records if self._state(each) == STALE]:
                 self._change(record["id"], "unexpected-exit", state="stopped", pid=0, stopped_at=self._now())
         self.host.rng.shuffle(records)
-        return {record["id"]: self._shown(record) for record in records}
+        return {record["id"]: self._seen(record, before.get(record["id"])) for record in records}
+
+    def _seen(self, record: Record, before: _Seen | None) -> _Seen:
+        """One VM as a look sees it. A new pid, MAC or leased address makes no event."""
+        config, nics = record["config"], record.get("network_configs", ())
+        addresses = [nic.get("network", {}).get("ip") for nic in nics]
+        noticed = [config["name"], self._state(record), config["cpu"], config["memory"], addresses, config["image"]]
+        return before if before and before.noticed == noticed else _Seen(noticed, self._shown(record))
 
     # The store
 
@@ -839,23 +847,24 @@ def _shown_snapshot(snapshot: Record) -> Record:
     return {key: value for key, value in snapshot.items() if key not in ("pending", "vm")}
 
 
-def _differences(seen: Mapping[str, Record], present: Mapping[str, Record]) -> Iterator[str]:
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """A VM at one look: what makes an event when it changes, and the record that is printed then."""
+
+    noticed: list[Any]
+    shown: Record
+
+
+def _differences(before: Mapping[str, _Seen], now: Mapping[str, _Seen]) -> Iterator[str]:
     """Event lines between two looks: what came and what changed, then what went."""
-    for identifier, record in present.items():
-        if identifier not in seen:
-            yield _event("ADDED", record)
-        elif _noticed(record) != _noticed(seen[identifier]):
-            yield _event("MODIFIED", record)
-    for identifier, record in seen.items():
-        if identifier not in present:
-            yield _event("DELETED", record)
-
-
-def _noticed(record: Record) -> tuple[object, ...]:
-    """What makes a change an event. A new pid, MAC or leased address does not."""
-    config = record["config"]
-    addresses = tuple(nic.get("network", {}).get("ip") for nic in record.get("network_configs", ()))
-    return config["name"], record["state"], config["cpu"], config["memory"], addresses, config["image"]
+    for identifier, vm in now.items():
+        if identifier not in before:
+            yield _event("ADDED", vm.shown)
+        elif vm is not before[identifier]:
+            yield _event("MODIFIED", vm.shown)
+    for identifier, vm in before.items():
+        if identifier not in now:
+            yield _event("DELETED", vm.shown)
 
 
 def _event(kind: str, record: Record) -> str:

@@ -544,3 +544,44 @@ def test_everything_that_happens_is_recorded_with_its_instant(rig):
         (2.0, "guest", "crash", "web-0"),
         (2.0, "guest", "address", "web-0"),
     ]
+
+
+# --- what calls in flight hold -------------------------------------------------------------------------------------
+
+
+def test_a_lock_held_by_somebody_makes_a_placeholder_busy_and_lets_others_wait(rig):
+    vm = rig.clone_vm()
+    rig.cocoon.set_record(vm.id, state="creating")
+
+    def hold():
+        with rig.cocoon.hold_lock(vm.id):
+            rig.clock.sleep(12)
+
+    rig.clock.spawn("hold", hold)
+    rig.clock.run(0)
+    assert rig.cli.reconcile_stale_create(vm.id) == "busy"
+    assert rig.during(rig.cli.remove, vm.id) == (None, 12)
+
+
+def test_a_snapshot_leased_by_somebody_can_be_read_and_not_removed(rig):
+    def lease():
+        with rig.cocoon.lease_snapshot("devbox-base:7"):
+            rig.clock.sleep(100)
+
+    rig.clock.spawn("lease", lease)
+    rig.clock.run(0)
+    assert rig.clone_vm().running
+    error, took = rig.during(rig.cli.snapshot_remove, "devbox-base:7")
+    assert "is in use by an active clone" in error.stderr and took == 30
+
+
+def test_a_guest_command_answers_as_it_was_told_once_its_agent_is_up(rig):
+    vm = rig.clone_vm()
+    rig.cocoon.fail("vm exec", stderr="Error: exec: dial agent: refused (cocoon-agent may still be starting)", times=2)
+    rig.cocoon.exec_replies = {"cat /etc/hostname": [0, "web-0\n"], "false": [1, ""]}
+    answers = [rig.cli.exec(vm.id, ["cat", "/etc/hostname"]) for _ in range(3)]
+    assert [answer.returncode for answer in answers] == [1, 1, 0]
+    assert answers[2].stdout == "web-0\n"
+    assert rig.cli.exec(vm.id, ["false"]).returncode == 1
+    rig.host.guest("web-0").crash()
+    assert "VM not running" in rig.cli.exec(vm.id, ["false"]).stderr
