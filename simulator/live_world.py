@@ -41,8 +41,8 @@ from gevent.server import StreamServer
 
 from simulator import fake_vms, namespaces
 from simulator.fake_kube import FakeKube
+from simulator.fake_kube_controllers import Controllers
 from simulator.fake_leases import FakeCocoonNet
-from simulator.fake_scheduler import Scheduler
 from vkcocoon_probes import Clock, spawn
 
 __all__ = ["NODE_NAME", "GuestNetwork", "LiveWorld", "Place"]
@@ -134,7 +134,7 @@ class LiveWorld:
         self.place = place
         self.network = GuestNetwork(place, clock)
         self.kube = FakeKube(clock, rng=random.Random())
-        self._scheduler = Scheduler(self.kube.admin, clock)
+        self._controllers = Controllers(self.kube)
         self.daemon = DaemonProcess(self.environment, place.home / "vk-cocoon.log", clock, say)
 
     def start(self, listener: socket.socket) -> None:
@@ -147,13 +147,13 @@ class LiveWorld:
         if self.place.bridged:
             self.kube.serve(("127.0.0.1", listener.getsockname()[1]))
         (home / "kubeconfig").write_text(door.kubeconfig())
-        self._scheduler.start()
+        self._controllers.start()
         self.daemon.start()
 
     def close(self) -> None:
         """Stop the daemon as its unit would, then take the guests' power."""
         self.daemon.stop()
-        self._scheduler.close()
+        self._controllers.close()
         self.network.close()
 
     def environment(self) -> dict[str, str]:
