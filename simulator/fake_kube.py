@@ -326,7 +326,7 @@ class FakeKube(Door):
             self.store.check_revision(target.resource, revision)
         selects = selector(target.resource, fields, labels)
         gate = Gate(self.clock, None) if faultless else self.gate
-        return WatchStream(self.clock, self.store, gate, request=request, target=target, selects=selects)
+        return WatchStream(self.store, gate, request=request, target=target, selects=selects)
 
     @contextmanager
     def reading(self, stream: WatchStream) -> Iterator[None]:

@@ -117,7 +117,7 @@ class Gate:
         self.watch_delay: Delay = 0.0
         self.failures: list[Failure] = []
         self.holds: list[Hold] = []
-        self._clock = clock
+        self.clock = clock
         self._rng = rng
 
     def arrive(self, request: Request, patience: float | None) -> None:
@@ -154,7 +154,7 @@ class Gate:
     def _travel(self, request: Request) -> None:
         seconds = _seconds(self.latency, request) / 2 + self._jitter()
         if seconds > 0:
-            self._clock.sleep(seconds)
+            self.clock.sleep(seconds)
 
     def _strike(self, request: Request, *, stored: bool) -> None:
         self.failures = [failure for failure in self.failures if failure.left != 0]
@@ -167,5 +167,5 @@ class Gate:
             if hold.stored is stored and hold.catches(request):
                 released = Event()
                 hold.keep(released)
-                if not self._clock.wait(released, patience):
+                if not self.clock.wait(released, patience):
                     raise ApiError(0, "Timeout", f"no answer to {request} within {patience:g} s")

@@ -21,7 +21,6 @@ from simulator.fake_kube_resources import Refusal, Target, status_of
 from simulator.fake_kube_selectors import Selector
 from simulator.fake_kube_store import Change, Store
 from vkcocoon_kube import ApiError
-from vkcocoon_probes import Clock
 
 __all__ = ["TornStream", "WatchOptions", "WatchStream"]
 
@@ -49,14 +48,12 @@ class WatchOptions:
 class WatchStream:
     """Invariant: everything at or before ``cursor`` was delivered or does not match the selector."""
 
-    def __init__(
-        self, clock: Clock, store: Store, gate: Gate, *, request: Request, target: Target, selects: Selector
-    ) -> None:
+    def __init__(self, store: Store, gate: Gate, *, request: Request, target: Target, selects: Selector) -> None:
         self.request = request
         self.target = target
         self.cursor = 0
         self.wake = Event()
-        self._clock = clock
+        self._clock = gate.clock
         self._store = store
         self.gate = gate
         self._selects = selects

@@ -380,6 +380,13 @@ def test_a_lease_takes_exactly_six_digits_of_a_second(kube, text, fine):
         {"metadata": {"labels": {"a": True}}},
         {"status": {"conditions": {}}},
         {"status": {"phase": None, "podIP": 7}},
+        {"status": {"containerStatuses": [{"name": "a", "ready": "yes"}]}},
+        {"status": {"containerStatuses": [{"name": "a", "restartCount": True}]}},
+        {"status": {"containerStatuses": [{"name": "a", "restartCount": 1.5}]}},
+        {"status": {"containerStatuses": [{"name": "a", "allocatedResources": ["1"]}]}},
+        {"status": {"containerStatuses": [{"name": "a", "allocatedResources": {"cpu": "lots"}}]}},
+        {"metadata": {"labels": ["a"]}},
+        {"status": "Running"},
     ],
 )
 def test_values_of_the_wrong_type_are_refused(kube, body):
@@ -692,6 +699,17 @@ def test_an_unsupported_field_is_named(crowd, selector):
         "BadRequest",
         f"field label not supported: {field}",
     )
+
+
+def test_events_are_found_by_what_they_are_about_and_who_tells(kube):
+    about = {"kind": "Pod", "namespace": "default", "name": "web-0", "uid": "u1"}
+    events = "/api/v1/namespaces/default/events"
+    kube.create(events, {"metadata": {"name": "a"}, "involvedObject": about, "source": {"component": "vk-cocoon"}})
+    kube.create(events, {"metadata": {"name": "b"}, "involvedObject": about, "reportingComponent": "vk-cocoon"})
+    kube.create(events, {"metadata": {"name": "c"}, "involvedObject": {**about, "uid": "u2"}, "type": "Warning"})
+    assert names(kube.list(events, field_selector="involvedObject.uid=u1,involvedObject.name=web-0")) == ["a", "b"]
+    assert names(kube.list(events, field_selector="source=vk-cocoon")) == ["a", "b"]
+    assert names(kube.list(events, field_selector="type=Warning")) == ["c"]
 
 
 @pytest.mark.parametrize("selector", ["spec.nodeName", "=n1", "!"])

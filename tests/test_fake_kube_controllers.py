@@ -95,6 +95,12 @@ def test_a_pod_that_fits_nowhere_waits_and_says_why_once(kube, clock, controller
     assert (condition["status"], condition["lastTransitionTime"]) == ("True", "2026-01-01T00:02:10Z")
 
 
+def test_without_a_node_there_is_nowhere_to_go(kube, clock, controllers):
+    kube.create(PODS, pod())
+    clock.run(0)
+    assert events(kube) == [("FailedScheduling", "no nodes available to schedule pods")]
+
+
 def test_pods_are_spread_and_bound_pods_left_alone(kube, clock, controllers):
     for name in ("n1", "n2"):
         kube.create(NODES, node(name))

@@ -60,6 +60,64 @@ def test_status_says_what_kubectl_users_know(kube, word):
     assert pod_status_word(shown) == word
 
 
+def container(state, *, ready=False, name="agent", **more):
+    return {"name": name, "image": "x", "imageID": "", "ready": ready, "restartCount": 0, "state": state, **more}
+
+
+def with_containers(kube, *statuses, **status):
+    if not kube.list(PODS)["items"]:
+        kube.create(PODS, pod())
+    body = {"status": {"phase": "Running", "containerStatuses": list(statuses), **status}}
+    return kube.patch(f"{WEB}/status", body, kind="merge")
+
+
+def test_a_container_that_ended_is_not_counted_as_ready(kube):
+    with_containers(kube, container({"terminated": {"exitCode": 0}}, ready=True))
+    assert cells(kube, PODS, "pods")[0]["Ready"] == "0/1"
+    with_containers(kube, container({"running": {}}, ready=False))
+    assert cells(kube, PODS, "pods")[0]["Ready"] == "0/1"
+    with_containers(kube, container({"running": {}}, ready=True))
+    assert cells(kube, PODS, "pods")[0]["Ready"] == "1/1"
+
+
+def test_one_container_of_two_that_completed_does_not_complete_the_pod(kube):
+    done = container({"terminated": {"exitCode": 0, "reason": "Completed"}}, name="job")
+    still = container({"running": {}}, ready=True)
+    shown = with_containers(kube, done, still, conditions=[{"type": "Ready", "status": "True"}])
+    assert pod_status_word(shown) == "Running"
+    shown = with_containers(kube, done, still, conditions=[{"type": "Ready", "status": "False"}])
+    assert pod_status_word(shown) == "NotReady"
+
+
+def test_restarts_without_a_known_end_are_a_plain_number(kube):
+    with_containers(kube, container({"running": {}}, restartCount=3))
+    assert cells(kube, PODS, "pods")[0]["Restarts"] == "3"
+
+
+def test_events_say_when_about_what_and_by_whom(kube):
+    about = {"kind": "Pod", "namespace": "default", "name": "web-0", "fieldPath": "spec"}
+    old, new = "2026-01-01T00:30:00Z", "2026-01-01T00:59:00Z"
+    events = "/api/v1/namespaces/default/events"
+    body = {"involvedObject": about, "reason": "Unhealthy", "message": "no echo\n", "type": "Warning", "count": 4}
+    seen = {"firstTimestamp": old, "lastTimestamp": new, "source": {"component": "vk-cocoon", "host": "n1"}}
+    kube.create(events, {"metadata": {"name": "a"}, **body, **seen})
+    kube.create(events, {"metadata": {"name": "b"}, **body, "eventTime": "2026-01-01T00:30:00.000000Z", "count": 0})
+    first, second = cells(kube, events, "events")
+    assert first == {
+        "Last Seen": "60s",
+        "Type": "Warning",
+        "Reason": "Unhealthy",
+        "Object": "pod/web-0",
+        "Subobject": "spec",
+        "Source": "vk-cocoon, n1",
+        "Message": "no echo",
+        "First Seen": "30m",
+        "Count": "4",
+        "Name": "a",
+    }
+    assert (second["Last Seen"], second["First Seen"], second["Count"], second["Source"]) == ("30m", "30m", "1", "")
+
+
 def test_a_pod_that_is_going_is_terminating_until_it_has_ended(kube):
     kube.create(PODS, pod())
     assert pod_status_word(kube.delete(WEB)) == "Terminating"
@@ -136,6 +194,7 @@ def test_node_roles_and_addresses(kube):
         (120, "2m"),
         (330, "5m30s"),
         (600, "10m"),
+        (630, "10m"),
         (10799, "179m"),
         (10800, "3h"),
         (12000, "3h20m"),
