@@ -8,6 +8,7 @@ daemon's own end, come from elsewhere.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import shlex
 import sys
@@ -47,8 +48,7 @@ class _Session:
         self._server = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self._place = Place(options.home, bridged=options.loopback is None)
         footer = f"kubectl --server={self._server} get pods -A -w     Ctrl-C ends it"
-        header = list(self._header())
-        self._display: Display = open_display(sys.stdout, table=options.table, header=header, footer=footer)
+        self._display: Display = open_display(sys.stdout, table=options.table, footer=footer)
         self._world = LiveWorld(self._place, self._clock, self._say)
         self._view = ClusterView(
             self._world.kube.admin, self._clock, on_change=self._changed, on_event=self._event, on_node=self._node
@@ -62,6 +62,7 @@ class _Session:
         """Until somebody or something ends it; the exit code."""
         try:
             spawn(self._greenlets, "wait for the end", self._wait_for_end)
+            self._introduce()
             self._world.start(self._listener)
             self._view.start()
             spawn(self._greenlets, "table", self._move_ages)
@@ -90,9 +91,15 @@ class _Session:
 
     # What is seen
 
+    def _introduce(self) -> None:
+        for line in self._header():
+            with self._reader():
+                self._display.say(line)
+
     def _say(self, text: str, kind: str = "") -> None:
         for line in text.splitlines():
-            self._display.say(f"{self._clock.monotonic() - self._begin:6.1f}s  {line}", kind)
+            with self._reader():
+                self._display.say(f"{self._clock.monotonic() - self._begin:6.1f}s  {line}", kind)
 
     def _changed(self, before: PodRow | None, after: PodRow | None) -> None:
         either = after or before
@@ -109,7 +116,16 @@ class _Session:
 
     def _show(self) -> None:
         nodes = ", ".join(f"{name} {state}" for name, state in sorted(self._view.nodes.items()))
-        self._display.show(self._view.rows(), self._clock.now(), f"node {nodes or NODE_NAME + ' is not there yet'}")
+        with self._reader():
+            self._display.show(self._view.rows(), self._clock.now(), f"node {nodes or NODE_NAME + ' is not there yet'}")
+
+    @contextlib.contextmanager
+    def _reader(self) -> Iterator[None]:
+        """Whoever reads what we print may stop reading (`| head`): then there is nobody to stand for."""
+        try:
+            yield
+        except BrokenPipeError:
+            self._end.set()
 
     def _move_ages(self) -> None:
         while True:
@@ -134,8 +150,9 @@ class _Session:
         lines = [f"FAILED: {text}" for text in failed]
         if self._options.tour:
             lines.append(summary + ("" if self._tour.over else "; the playground ended before the tour did"))
-        sys.stdout.write("".join(f"{line}\n" for line in lines))
-        sys.stdout.flush()
+        with contextlib.suppress(BrokenPipeError):
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
         return 1 if failed else 0
 
     def _header(self) -> Iterator[str]:

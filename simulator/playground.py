@@ -28,6 +28,7 @@ __all__ = ["main"]
 
 STOP_PATIENCE_S = 15.0  # the daemon's grace and some more; then the watcher is told to end it all
 LOOK_S = 0.25
+SHOW_CURSOR = "\x1b[?25h"
 
 
 def main(
@@ -106,6 +107,9 @@ class _Playground:
                 process.terminate()
         if code in (0, 1):
             return code
+        if sys.stdout.isatty():
+            sys.stdout.write(SHOW_CURSOR)  # the table hides it, and had no chance to bring it back
+            sys.stdout.flush()
         ending = f"signal {-code}" if code < 0 else f"code {code}"
         sys.stderr.write(f"vk-cocoon: the playground ended with {ending}; nothing of it is left\n")
         return 1

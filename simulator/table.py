@@ -36,20 +36,14 @@ class Display(Protocol):
         """Leave the terminal as a program should: the last table stays, the cursor is back."""
 
 
-def open_display(stream: TextIO, *, table: bool = True, header: Sequence[str] = (), footer: str = "") -> Display:
-    """A live table on `stream` where that is possible and wanted, else plain lines.
-
-    `header` stands above it all and scrolls away; `footer` stays below the table, and is for it alone.
-    """
+def open_display(stream: TextIO, *, table: bool = True, footer: str = "") -> Display:
+    """A live table on `stream` where that is possible and wanted, else plain lines. `footer` stays below the table."""
     if table and stream.isatty() and os.environ.get("TERM") != "dumb":
         try:
-            return LiveTable(stream, header, footer)
+            return LiveTable(stream, footer)
         except ImportError:
             pass
-    display = PlainLines(stream)
-    for line in header:
-        display.say(line)
-    return display
+    return PlainLines(stream)
 
 
 class PlainLines:
@@ -72,19 +66,19 @@ class PlainLines:
 class LiveTable:
     """rich's Live, driven: the pods stay at the bottom, what happens scrolls by above them."""
 
-    def __init__(self, stream: TextIO, header: Sequence[str], footer: str) -> None:
+    def __init__(self, stream: TextIO, footer: str) -> None:
         from rich.console import Console
         from rich.live import Live
 
         self._console = Console(file=stream, highlight=False)
         self._footer = footer
-        for line in header:
-            self._print(line)
         self._live = Live(console=self._console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
         self._live.start()
 
     def say(self, text: str, kind: str = "") -> None:
-        self._print(text, STYLES.get(kind, ""))
+        from rich.text import Text
+
+        self._console.print(Text(text, style=STYLES.get(kind, "")), soft_wrap=True)
 
     def show(self, rows: Sequence[PodRow], now: datetime, title: str) -> None:
         narrow = self._console.width < NARROW
@@ -92,11 +86,6 @@ class LiveTable:
 
     def close(self) -> None:
         self._live.stop()
-
-    def _print(self, text: str, style: str = "") -> None:
-        from rich.text import Text
-
-        self._console.print(Text(text, style=style), soft_wrap=True)
 
 
 def _table(rows: Sequence[PodRow], now: datetime, title: str, footer: str, *, narrow: bool) -> Table:

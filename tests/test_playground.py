@@ -251,6 +251,26 @@ def test_a_signal_ends_it_in_good_order(playground, number):
     assert "FAILED" not in run.text()
 
 
+def test_a_second_signal_does_not_wait_for_a_daemon_that_hangs(playground):
+    run = playground("--no-tour")
+    run.seen("node playground Ready")
+    family = run.family()
+    os.kill(run.role("daemon"), signal.SIGSTOP)
+    run.process.send_signal(signal.SIGINT)
+    CLOCK.sleep(1.0)
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait(5) == 1
+    assert "nothing of it is left" in run.text()
+    assert not [pid for pid in family if alive(pid)]
+
+
+def test_it_ends_when_nobody_reads_it_any_more(playground):
+    run = playground("--no-tour", command=["sh", "-c", '"$@" | head -1', "sh", *PLAYGROUND])
+    assert run.wait(20) == 0
+    assert run.text().count("\n") == 1
+
+
 def test_it_ends_by_itself_after_the_time_it_was_given(playground):
     begin = CLOCK.monotonic()
     run = playground("--no-tour", "--for", "2s")
