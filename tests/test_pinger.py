@@ -12,7 +12,7 @@ import socket
 import gevent
 import pytest
 from gevent.event import Event
-from network_rig import Echo, Left, checksum, icmp, ip_packet
+from network_rig import HOST, Echo, Left, checksum, icmp, ip_packet
 
 import vkcocoon_net
 from vkcocoon_net import IcmpPinger, NopPinger, PingError, PingTimeout, open_pinger
@@ -310,10 +310,12 @@ def test_an_error_padded_behind_the_quotation_is_understood(pinger, wire):
         lambda echo: echo.quote(sequence=echo.sequence + 1),
         lambda echo: echo.quote(payload=b"vk-cocoon another"),
         lambda echo: echo.reply(),
+        lambda echo: ip_packet(HOST, echo.reply()[20:], destination=echo.ip),
         lambda echo: echo.quote(length=27),
         lambda echo: echo.quote(length=4),
         lambda echo: b"",
         lambda echo: b"\x40" + echo.quote()[1:],
+        lambda echo: b"\x40" + bytes(9),
         lambda echo: b"\x4f" + echo.quote()[1:],
     ],
 )
