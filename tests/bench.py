@@ -35,13 +35,18 @@ Row = dict[str, Any]
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+def make_cooperative() -> None:
+    """Before any other import of a measurement, as in the daemon."""
+    import vkcocoon  # noqa: F401
+
+
 @contextmanager
 def probed_pods(pods: int, observer: Callable[..., None] | None = None) -> Iterator[Any]:
     """That many pods in steady state, each with an address of 127/8, a row in one lease file and the guest probe.
 
     What a probe does is what the provider's does: the lease by MAC, read from the file as of now, then one echo.
     """
-    import vkcocoon  # noqa: F401  it makes the process cooperative
+    make_cooperative()
     from vkcocoon_guests import Reach
     from vkcocoon_net import LeaseFile, open_pinger, ssh_banner, tcp_accepts
     from vkcocoon_probes import Deadline, ProbeManager, ProbeResult, SystemClock
@@ -139,9 +144,7 @@ def measure_cpu(pods: int) -> Row:
 
 def measure_loop(pods: int) -> Row:
     """The same without anything to probe: what the manager and its timers alone cost."""
-    from gevent import monkey
-
-    monkey.patch_all()
+    make_cooperative()
     from vkcocoon_probes import ProbeManager, SystemClock
 
     clock, result = SystemClock(), ready_result()
@@ -187,9 +190,7 @@ def ready_result() -> Any:
 
 def measure_memory(pods: int) -> Row:
     """Resident memory of the process, over that before the first agent, once every agent has waited and probed."""
-    from gevent import monkey
-
-    monkey.patch_all()
+    make_cooperative()
     from vkcocoon_probes import ProbeManager, SystemClock
 
     clock, result = SystemClock(), ready_result()
@@ -214,9 +215,7 @@ def resident_bytes() -> int:
 
 def measure_virtual_loop(pods: int) -> Row:
     """One simulated hour of the probe manager alone, on the virtual clock."""
-    from gevent import monkey
-
-    monkey.patch_all()
+    make_cooperative()
     from simulator.clock import VirtualClock
     from vkcocoon_probes import ProbeManager
 
@@ -239,11 +238,11 @@ def measure_virtual_loop(pods: int) -> Row:
 
 def measure_virtual_daemon(pods: int) -> Row:
     """One simulated hour of the whole daemon on fakes: pods created, booted, published and probed."""
+    make_cooperative()
     import logging
 
     import structlog
 
-    import vkcocoon  # noqa: F401  it makes the process cooperative
     from simulator.world import World
 
     logging.disable()
