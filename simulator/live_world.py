@@ -52,7 +52,8 @@ BRIDGE = "cni0"
 LEASE_S = 86400.0  # cocoon-net's fixed lease time
 LONGEST_REQUEST = 4096
 RESTART_PAUSE_S = 1.0  # RestartSec= of the packaged unit
-MOST_RESTARTS = 5  # then something is wrong with the daemon and not with its luck
+MOST_DEATHS = 5  # soon after a start, in a row: then something is wrong with the daemon and not with its luck
+STABLE_S = 10.0
 STOP_GRACE_S = 8.0
 LOG_TAIL_LINES = 15
 
@@ -133,6 +134,7 @@ class LiveWorld:
     def __init__(self, place: Place, clock: Clock, say: Callable[[str, str], None]) -> None:
         self.place = place
         self.network = GuestNetwork(place, clock)
+        self._kubelet_port = _free_port()  # on loopback the usual one is the host's, and may be a real kubelet's
         self.kube = FakeKube(clock, rng=random.Random())
         self._controllers = Controllers(self.kube)
         self.daemon = DaemonProcess(self.environment, place.home / "vk-cocoon.log", clock, say)
@@ -175,8 +177,14 @@ class LiveWorld:
             VK_NODE_MEM="256Gi",
             VK_NODE_STORAGE="4Ti",
             VK_METRICS_ADDR="127.0.0.1:0",
+            VK_KUBELET_PORT=str(self._kubelet_port),
             VK_LOG_FORMAT="text",
         )
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as listener:
+        return int(listener.getsockname()[1])
 
 
 class DaemonProcess:
@@ -237,20 +245,22 @@ class DaemonProcess:
             )
 
     def _keep(self, process: subprocess.Popen[bytes]) -> None:
-        for _ in range(MOST_RESTARTS):
+        deaths = 0
+        while True:
+            began = self._clock.monotonic()
             code = process.wait()
             if self._stopping:
                 return
-            if code >= 0:
-                self._fail(f"vk-cocoon ended by itself with {_ending(code)}")
+            deaths = 1 if self._clock.monotonic() - began > STABLE_S else deaths + 1
+            if code >= 0 or deaths == MOST_DEATHS:
+                often = f", {deaths} times in a row" if deaths > 1 else ""
+                self._fail(f"vk-cocoon ended by itself with {_ending(code)}{often}")
                 break
             self._say(f"vk-cocoon was ended by {_ending(code)}; starting it again, as its unit would", "bad")
             self._clock.sleep(RESTART_PAUSE_S)
             if self._stopping:
                 return
             self._process = process = self._launch()
-        else:
-            self._fail(f"vk-cocoon was killed {MOST_RESTARTS} times")
         self.given_up.set()
 
     def _fail(self, text: str) -> None:

@@ -24,6 +24,10 @@ def until(holds, limit_s=10.0):
         CLOCK.sleep(0.01)
 
 
+def alive(pid):
+    return Path(f"/proc/{pid}").exists()
+
+
 # The daemon as a process ------------------------------------------------------------------------------------------
 
 
@@ -101,7 +105,16 @@ def test_a_daemon_that_gives_up_by_itself_is_not_started_again_and_its_last_word
 def test_a_daemon_that_always_dies_is_given_up(supervised):
     world = supervised("import os; os.kill(os.getpid(), 9)")
     assert world.daemon.given_up.wait(timeout=20)
-    assert world.daemon.failures == [f"vk-cocoon was killed {live_world.MOST_RESTARTS} times"]
+    assert world.daemon.failures == ["vk-cocoon ended by itself with signal SIGKILL, 5 times in a row"]
+    assert not alive(world.daemon.pid)
+
+
+@pytest.mark.process
+def test_a_daemon_that_dies_after_a_good_while_each_time_is_never_given_up(supervised, monkeypatch):
+    monkeypatch.setattr(live_world, "STABLE_S", 0.0)
+    world = supervised("import os; print('up', flush=True); os.kill(os.getpid(), 9)")
+    until(lambda: len(world.lines()) > live_world.MOST_DEATHS + 1)
+    assert not world.daemon.given_up.is_set()
 
 
 @pytest.mark.process
