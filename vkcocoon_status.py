@@ -46,6 +46,7 @@ __all__ = [
     "format_time",
     "lifecycle_annotations",
     "pod_key",
+    "restart_count",
 ]
 
 ANNOTATION_VM_NAME = "vm.cocoonstack.io/name"
@@ -303,7 +304,7 @@ def build_terminal_status(
     ended = {"exitCode": exit_code, "reason": reason, "startedAt": started, "finishedAt": stamp}
     if message:
         ended["message"] = message[:MESSAGE_LIMIT]
-    status["containerStatuses"] = _container_statuses(pod, before, {"terminated": ended}, False, _restart_count(before))
+    status["containerStatuses"] = _container_statuses(pod, before, {"terminated": ended}, False, restart_count(before))
     return status
 
 
@@ -361,7 +362,7 @@ def _container_statuses(
     pod: Mapping[str, Any], before: Mapping[str, Any], state: dict[str, Any], ready: bool, restarts: int
 ) -> list[dict[str, Any]]:
     """One status per container of the spec: the API replaces the list whole, and kubectl counts n/m from it."""
-    count = max(restarts, _restart_count(before))
+    count = max(restarts, restart_count(before))
     return [
         {
             "name": container["name"],
@@ -384,8 +385,8 @@ def _started_at(before: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _restart_count(before: Mapping[str, Any]) -> int:
-    """Restart counts never go down, also over a restart of the daemon."""
+def restart_count(before: Mapping[str, Any]) -> int:
+    """How often the guest was restarted, by a status; it never goes down, also over a restart of the daemon."""
     return max(
         (int(container.get("restartCount") or 0) for container in before.get("containerStatuses") or ()), default=0
     )

@@ -39,6 +39,7 @@ from vkcocoon_status import (
     copied,
     lifecycle_annotations,
     pod_key,
+    restart_count,
 )
 from vkcocoon_vms import VM
 
@@ -78,8 +79,9 @@ class TrackedPod:
 
     @classmethod
     def of(cls, pod: Pod) -> TrackedPod:
-        """As an earlier run of ours left it in the annotations; a fresh pod begins as creating."""
-        return cls(pod, PodSpec.of(pod), _seeded_intent(pod["metadata"].get("annotations") or {}))
+        """As an earlier run of ours left it in the API; a fresh pod begins as creating, and never restarted."""
+        intent = _seeded_intent(pod["metadata"].get("annotations") or {})
+        return cls(pod, PodSpec.of(pod), intent, restarts=restart_count(pod.get("status") or {}))
 
     @property
     def key(self) -> str:

@@ -91,6 +91,20 @@ def test_a_pod_whose_vm_is_gone_is_brought_up_again(world):
     assert world.ready("web-0")
 
 
+def test_restarts_are_counted_on_over_a_restart_of_the_daemon(world):
+    world.create_pod("mac-0", os="macos", guest=GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0))
+    world.run(10)
+    counts = []
+    for _ in range(2):
+        world.guest("mac-0").crash()
+        world.run(60)
+        counts.append(status(world, "mac-0")["containerStatuses"][0]["restartCount"])
+        restart(world)
+        world.run(10)
+        counts.append(status(world, "mac-0")["containerStatuses"][0]["restartCount"])
+    assert counts == [1, 1, 2, 2]
+
+
 def test_the_failure_of_an_earlier_run_stays_until_it_is_lifted(world):
     world.create_pod("mac-0", os="macos", guest=GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0))
     world.run(10)
