@@ -11,6 +11,7 @@ VERSION = re.search(r'^__version__ = "([^"]+)"$', (HERE / "vkcocoon.py").read_te
 
 RUNTIME = [
     "click>=8.2",
+    "cryptography>=43",
     "gevent>=25.9.1",
     "kubernetes>=36",
     "paramiko>=4.0",

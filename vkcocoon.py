@@ -222,6 +222,11 @@ class Provider:
         keys = [entry.key.partition("/") for entry in self._pods if self._pods.current(entry)]
         return [pod for namespace, _, name in keys if (pod := self.get_pod(namespace, name)) is not None]
 
+    @property
+    def held(self) -> PodTable:
+        """What we hold, for those who show it to others; only to be read."""
+        return self._pods
+
     def uids(self) -> Set[str]:
         """The UIDs of the pods we hold."""
         return self._pods.uids()

@@ -27,6 +27,7 @@ from vkcocoon_events import EventRecorder
 from vkcocoon_host import Host, node_address
 from vkcocoon_http import Check, HubMonitor, Metrics, MetricsServer
 from vkcocoon_kube import ApiError, Backoff, HttpKubeApi, KubeApi
+from vkcocoon_kubelet import Kubelet
 from vkcocoon_net import open_pinger
 from vkcocoon_node import NodeController
 from vkcocoon_pods import PodController
@@ -137,6 +138,15 @@ def serve(settings: Settings) -> int:
     daemon = Daemon(settings, ports, lease_api=kube.separate() if isinstance(kube, HttpKubeApi) else None)
     checks = [Check("started", lambda: "" if daemon.started.is_set() else "start-up has not finished")]
     server = MetricsServer(settings.metrics_addr, ports.metrics, checks, clock=ports.clock)
+    kubelet = Kubelet(
+        settings,
+        ports.clock,
+        held=daemon.provider.held,
+        assigned=daemon.pods.pods,
+        logs=ports.runtime.logs,
+        reviews=kube.separate() if isinstance(kube, HttpKubeApi) else kube,
+        exposition=ports.metrics.exposition,
+    )
     monitor = HubMonitor(ports.clock, ports.metrics)
     systemd = Systemd(ports.clock, started=daemon.started.is_set, describe=ports.metrics.describe_pods)
     asked = Event()
@@ -145,6 +155,7 @@ def serve(settings: Settings) -> int:
         gevent.signal_handler(number, asked.set)
     log.info("starting", version=__version__, node=settings.node_name, address=settings.node_ip)
     server.start()
+    kubelet.start()
     monitor.start()
     systemd.start()
     daemon.start()
@@ -156,5 +167,6 @@ def serve(settings: Settings) -> int:
     daemon.close()
     systemd.close()
     monitor.close()
+    kubelet.close()
     server.close()
     return 0

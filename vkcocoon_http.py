@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Protocol
 import gevent.event
 import gevent.pool
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.exposition import make_wsgi_app
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
@@ -164,6 +164,10 @@ class Metrics:
         self._hub_lag = self._histogram(
             "hub_lag_seconds", "How late a greenlet ran that only waited.", buckets=LATENESS_BUCKETS
         )
+
+    def exposition(self) -> bytes:
+        """All of it, as a scraper reads it."""
+        return generate_latest(self.registry)
 
     def pods_from(self, source: Callable[[], Iterable[PodSample]]) -> None:
         """Where the pods are counted at each scrape; `source` must not switch greenlets."""

@@ -127,6 +127,7 @@ class Stream:
         self._error: Exception | None = None
         self._gone = False
         self._group = Group()
+        self.closed = False
 
     def open(self, patience: float | None) -> None:
         """Start the source, and wait `patience` seconds for its first word. Raises what it raised without one."""
@@ -142,6 +143,7 @@ class Stream:
 
     def close(self) -> None:
         """End the source; safe to repeat."""
+        self.closed = True
         self._group.kill(block=False)
 
     def __iter__(self) -> Iterator[bytes]:
@@ -273,8 +275,9 @@ class _Handler(gevent.pywsgi.WSGIHandler):
 
     def _listen(self, stream: Stream) -> None:
         """Until the client hangs up; it has nothing more to say, and may not say much of it."""
+        reader = self.rfile
         try:
-            while self.rfile.read1(PIECE):
+            while reader.read1(PIECE):
                 pass
         except (OSError, ValueError):  # reset, too much, or closed by ourselves
             pass

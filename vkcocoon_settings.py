@@ -41,6 +41,9 @@ SHOWN_VALUE = 80
 # The kernel's limit for the path of a unix socket, without its final NUL.
 SOCKET_PATH_BYTES = 107
 MIB = 2**20
+READABLE = "a file that exists and can be read"
+# Settings that name files to be read; at their default places there need not be any.
+FILES = ("kubelet_client_ca", "tls_cert", "tls_key")
 
 
 class SettingError(Exception):
@@ -265,6 +268,7 @@ def _setting(
 
 
 CLUSTER, HOST, CAPACITY, MACOS, SERVICE = "Cluster", "Cocoon on this host", "Capacity", "macOS guests", "Service"
+KUBELET = "Kubelet API"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -407,8 +411,34 @@ class Settings:
     node_pods: int = _setting("VK_NODE_PODS", PODS, "256", "Pods the node takes.", group=CAPACITY)
 
     kubelet_port: int = _setting(
-        "VK_KUBELET_PORT", PORT, "10250", "Port of the kubelet API, as reported by the node.", group=SERVICE
+        "VK_KUBELET_PORT", PORT, "10250", "Port of the kubelet API, as reported by the node.", group=KUBELET
     )
+    kubelet_auth: str = _setting(
+        "VK_KUBELET_AUTH",
+        _choice("on", "off"),
+        "on",
+        "Whether clients of the kubelet API must be known and allowed; off lets everybody read every log.",
+        group=KUBELET,
+    )
+    kubelet_client_ca: str = _setting(
+        "VK_KUBELET_CLIENT_CA",
+        PATH,
+        "",
+        "Authorities whose clients may use the kubelet API with a certificate, as the API server does.",
+        group=KUBELET,
+        absent="only clients with a token, so no kubectl logs",
+    )
+    tls_cert: str = _setting(
+        "VK_TLS_CERT",
+        PATH,
+        "/etc/cocoon/vk/tls/vk-kubelet.crt",
+        "Certificate of the kubelet API; if neither it nor its key exists there, one is made for the node.",
+        group=KUBELET,
+    )
+    tls_key: str = _setting(
+        "VK_TLS_KEY", PATH, "/etc/cocoon/vk/tls/vk-kubelet.key", "Key of that certificate.", group=KUBELET
+    )
+
     metrics_addr: Address = _setting(  # noqa: RUF009  a field, as all of them
         "VK_METRICS_ADDR", LISTEN, ":9091", "Where /metrics, /healthz and /readyz are served.", group=SERVICE
     )
@@ -452,11 +482,20 @@ class Settings:
         return {name: "".join(difflib.get_close_matches(name, known, n=1, cutoff=0.8)) for name in suspects}
 
     def check_files(self) -> None:
-        """Checks what can be checked only on the host. Raises SettingError when no kubeconfig named can be read."""
+        """Checks what can be checked only on the host. Raises SettingError when no kubeconfig named can be read, or a
+        file for the kubelet API that somebody chose."""
         paths = [os.path.expanduser(path) for path in self.kubeconfig.split(":") if path]
         # Like kubectl: of several files some may be missing.
-        if paths and not any(os.path.isfile(path) and os.access(path, os.R_OK) for path in paths):
-            raise SettingError("KUBECONFIG", self.kubeconfig, "a file that exists and can be read")
+        if paths and not any(_readable(path) for path in paths):
+            raise SettingError("KUBECONFIG", self.kubeconfig, READABLE)
+        for row in SETTINGS:
+            path = getattr(self, row.name)
+            if row.name in FILES and path != row.default and not _readable(path):
+                raise SettingError(row.env, path, READABLE)
+
+
+def _readable(path: str) -> bool:
+    return os.path.isfile(path) and os.access(path, os.R_OK)
 
 
 def _written(row: Setting, environ: Mapping[str, str], flags: Mapping[str, str]) -> tuple[str, str]:

@@ -16,11 +16,12 @@ ROOT = Path(__file__).parent.parent
 
 # Who may import whom: a module imports only from lines above its own. Modules of one line do not know each other.
 LAYERS = [
-    ["vkcocoon_probes", "vkcocoon_net", "vkcocoon_status", "vkcocoon_settings", "vkcocoon_logs"],
+    ["vkcocoon_probes", "vkcocoon_net", "vkcocoon_status", "vkcocoon_settings", "vkcocoon_logs", "vkcocoon_vmlog"],
     ["vkcocoon_commands", "vkcocoon_server", "vkcocoon_kube", "vkcocoon_systemd"],
-    ["vkcocoon_http", "vkcocoon_vms", "vkcocoon_events", "vkcocoon_publish", "vkcocoon_host"],
-    ["vkcocoon_spec", "vkcocoon_macos", "vkcocoon_pods", "vkcocoon_node"],
-    ["vkcocoon_guests"],
+    ["vkcocoon_http", "vkcocoon_access", "vkcocoon_certificates", "vkcocoon_vms", "vkcocoon_events", "vkcocoon_publish", "vkcocoon_host"],
+    ["vkcocoon_spec", "vkcocoon_macos", "vkcocoon_pods", "vkcocoon_node", "vkcocoon_stats"],
+    ["vkcocoon_guests", "vkcocoon_exposition"],
+    ["vkcocoon_kubelet"],
     ["vkcocoon_tracking"],
     ["vkcocoon"],
     ["vkcocoon_daemon"],
@@ -33,6 +34,7 @@ LIBRARIES = {
     "click": ["vkcocoon_cli", "simulator.scenario"],
     "ping3": ["vkcocoon_net"],
     "paramiko": ["simulator.fake_sshd"],
+    "cryptography": ["vkcocoon_certificates"],
 }
 # Imported inside a function: the fixed name vkcocoon.main leads to the daemon, which is made of what vkcocoon defines.
 DOORS = {"vkcocoon": {"vkcocoon_daemon"}}
