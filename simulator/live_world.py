@@ -52,7 +52,8 @@ BRIDGE = "cni0"
 LEASE_S = 86400.0  # cocoon-net's fixed lease time
 LONGEST_REQUEST = 4096
 RESTART_PAUSE_S = 1.0  # RestartSec= of the packaged unit
-MOST_RESTARTS = 5  # then something is wrong with the daemon and not with its luck
+MOST_DEATHS = 5  # soon after a start, in a row: then something is wrong with the daemon and not with its luck
+STABLE_S = 10.0
 STOP_GRACE_S = 8.0
 LOG_TAIL_LINES = 15
 
@@ -244,20 +245,22 @@ class DaemonProcess:
             )
 
     def _keep(self, process: subprocess.Popen[bytes]) -> None:
-        for _ in range(MOST_RESTARTS):
+        deaths = 0
+        while True:
+            began = self._clock.monotonic()
             code = process.wait()
             if self._stopping:
                 return
-            if code >= 0:
-                self._fail(f"vk-cocoon ended by itself with {_ending(code)}")
+            deaths = 1 if self._clock.monotonic() - began > STABLE_S else deaths + 1
+            if code >= 0 or deaths == MOST_DEATHS:
+                often = f", {deaths} times in a row" if deaths > 1 else ""
+                self._fail(f"vk-cocoon ended by itself with {_ending(code)}{often}")
                 break
             self._say(f"vk-cocoon was ended by {_ending(code)}; starting it again, as its unit would", "bad")
             self._clock.sleep(RESTART_PAUSE_S)
             if self._stopping:
                 return
             self._process = process = self._launch()
-        else:
-            self._fail(f"vk-cocoon was killed {MOST_RESTARTS} times")
         self.given_up.set()
 
     def _fail(self, text: str) -> None:
