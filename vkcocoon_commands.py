@@ -21,6 +21,7 @@ import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
 from itertools import pairwise
 from typing import Protocol
 
@@ -36,6 +37,7 @@ from vkcocoon_status import ProviderFailure
 __all__ = ["CommandError", "CommandRunner", "CommandStream", "Completed", "Execute", "Output", "Stream", "masked"]
 
 MAX_OUTPUT = 32 * 1024 * 1024  # more than any honest answer
+SLACK = 4 * 1024 * 1024  # a write that does not fit is refused in big pieces, so it must not fit well beyond the limit
 MAX_LINE = 1024 * 1024  # of a stream
 CHUNK = 65536
 STDERR_TAIL = 65536  # what an exception keeps; the reason stands at the end
@@ -43,7 +45,7 @@ STDERR_TAIL = 65536  # what an exception keeps; the reason stands at the end
 ASK_GRACE_S = 5.0  # from SIGTERM to SIGKILL
 CHANGE_GRACE_S = 90.0  # the tool's own clean-up, which nothing can cancel, and the release of its locks
 DRAIN_S = 1.0  # after the exit; a helper that inherited the pipe may keep it open for ever
-SIZE_CHECK_S = 1.0  # how long a flood may go on; it fills a pipe that keeps nothing, or a memory file
+SIZE_CHECK_S = 1.0  # how long a flood goes unnoticed; it fills nothing meanwhile
 
 # systemd would take the tool's notifications for ours, and a guest has no business with our secrets.
 PRIVATE_VARIABLES = frozenset(
@@ -232,22 +234,25 @@ class _Tail(_Pipe):
 
 
 class _MemoryFile:
-    """Output of a command that may outlive us; see the module."""
+    """Output of a command that may outlive us; see the module. It cannot grow: who floods it is refused its writes,
+    also when that is a helper which nobody will ever end."""
 
     def __init__(self) -> None:
-        self.end = os.memfd_create("command output")
+        self.end = os.memfd_create("command output", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.end, MAX_OUTPUT + SLACK)
+        fcntl(self.end, F_ADD_SEALS, F_SEAL_GROW | F_SEAL_SHRINK | F_SEAL_SEAL)
         self.drained = Event()
         self.drained.set()
 
     @property
     def size(self) -> int:
-        return os.fstat(self.end).st_size
+        return os.lseek(self.end, 0, os.SEEK_CUR)  # the command writes through the same open file
 
     def begin(self) -> None:
         pass
 
     def text(self) -> str:
-        return os.pread(self.end, MAX_OUTPUT, 0).decode("utf-8", "replace")
+        return os.pread(self.end, min(self.size, MAX_OUTPUT), 0).decode("utf-8", "replace")
 
     def close(self) -> None:
         _close(self.end)

@@ -112,6 +112,7 @@ def test_bytes_that_are_no_text_do_not_break_the_answer(run):
     ],
 )
 def test_what_cannot_be_run_says_why_and_leaks_nothing(run, clock, argv, why):
+    clock.sleep(0.01)  # the hub has its descriptors now
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(CommandError) as caught:
         run(argv, SOON)
@@ -135,6 +136,7 @@ def test_our_own_variables_do_not_reach_the_command(run, monkeypatch):
 
 
 def test_120_commands_at_once_get_their_own_answers_and_leave_nothing(clock, greenlets, ask, change):
+    clock.sleep(0.01)
     before = len(os.listdir("/proc/self/fd"))
 
     def one(number):
@@ -162,8 +164,18 @@ def test_fifty_megabytes_are_an_error_and_nobody_is_held_up(clock, greenlets, ru
 def test_endless_output_is_ended(clock, greenlets, run):
     heartbeat = Heartbeat(clock, greenlets)
     with pytest.raises(CommandError, match="printed more than 32 MiB"):
-        run(shell("exec yes >&2"), 30.0)
+        run(shell("exec timeout 10 yes >&2"), 30.0)
     assert heartbeat.worst < 0.15
+
+
+def test_a_helper_that_floods_a_change_is_refused_and_not_given_our_memory(clock, change, tmp_path):
+    """Nobody would end it, for it may be a VMM. What it can fill is bounded all the same."""
+    said = tmp_path / "said"
+    script = "(timeout 10 yes 2> $1; echo ended >> $1) & wait; echo done"
+    with pytest.raises(CommandError, match="printed more than 32 MiB"):
+        change(shell(script, said), 30.0)
+    until(clock, lambda: "ended" in said.read_text())
+    assert "Operation not permitted" in said.read_text()
 
 
 def test_thirty_megabytes_are_an_answer(run):
@@ -321,6 +333,7 @@ def test_a_stream_that_fails_ends_in_its_last_words(stream):
 
 
 def test_a_stream_that_cannot_start_says_why_and_leaks_nothing(clock, stream):
+    clock.sleep(0.01)
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         with pytest.raises(CommandError, match="cannot be run: No such file"):
@@ -329,6 +342,7 @@ def test_a_stream_that_cannot_start_says_why_and_leaks_nothing(clock, stream):
 
 
 def test_streams_closed_at_any_moment_leak_nothing(clock, stream):
+    clock.sleep(0.01)
     before = len(os.listdir("/proc/self/fd"))
     for number in range(30):
         lines = stream(shell("echo $$; sleep 60"))
