@@ -11,11 +11,14 @@ reporting and notifying happen without a switch of greenlets, so a reader never 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import structlog
 from gevent.event import Event
+from gevent.lock import BoundedSemaphore
 
 from vkcocoon_guests import ReadyAddresses
 from vkcocoon_http import Metrics
@@ -43,7 +46,7 @@ from vkcocoon_status import (
 )
 from vkcocoon_vms import VM
 
-__all__ = ["Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod"]
+__all__ = ["Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod", "VMLocks"]
 
 Pod = dict[str, Any]
 Notify = Callable[[Pod], None]
@@ -192,6 +195,24 @@ class PodTable:
             entry.stop.set()
 
 
+class VMLocks:
+    """The command lines of one VM, one at a time: create, restart, hibernate, wake and delete never cross.
+
+    By name, because a VM that is being made has no id yet. A lock nobody holds or waits for is forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._locks: WeakValueDictionary[str, BoundedSemaphore] = WeakValueDictionary()
+
+    @contextmanager
+    def held(self, vm_name: str) -> Iterator[None]:
+        lock = self._locks.get(vm_name)
+        if lock is None:
+            lock = self._locks[vm_name] = BoundedSemaphore(1)
+        with lock:
+            yield
+
+
 class Publication:
     """Builds statuses and hands them over; keeps two managed pods from being Ready on one address (L10)."""
 
@@ -215,6 +236,13 @@ class Publication:
         self._claimers: dict[str, TrackedPod] = {}  # UID -> who holds an address, forgotten pods among them
         self.notify: Notify = lambda pod: None
         self.acknowledged = False  # will `observed` be called with what the API holds?
+
+    def fail(self, entry: TrackedPod, reason: str, message: str) -> None:
+        """A lifecycle operation failed: the intent says so, an Event too, and the pod is published."""
+        if self._pods.holds(entry) and not entry.deleting:
+            entry.set_intent(IntentState.FAILED, message)
+            self._report_event(entry.pod, "Warning", reason, message[:512])
+            self.publish(entry)
 
     def publish(self, entry: TrackedPod) -> None:
         """The pod as it is known now. Equal states are handed over once; a pod that is going says nothing more."""

@@ -1,0 +1,105 @@
+"""Hibernate and wake: a VM becomes a snapshot on this host, and a new VM is cloned from it.
+
+Hibernating is save, remove, release, forget the probe, in this order and published at each step: what fails before the
+removal leaves the VM as it is. A woken VM is a new one with new MACs; nothing of the old address is kept. Both are
+level-triggered: `apply` compares what the annotation wants with what there is, so an interrupted one is simply owed.
+"""
+
+from __future__ import annotations
+
+from vkcocoon_creation import Creation
+from vkcocoon_ports import Workplace
+from vkcocoon_readiness import Readiness
+from vkcocoon_removal import Removal
+from vkcocoon_setup import ADDRESS_BUDGET, GuestSetup
+from vkcocoon_spec import SpecError
+from vkcocoon_status import IntentState
+from vkcocoon_tracking import TrackedPod
+from vkcocoon_vms import CommandError
+
+__all__ = ["Hibernation"]
+
+HIBERNATE_UNSUPPORTED = "HibernateUnsupported: a macOS guest cannot be hibernated"
+
+
+class Hibernation:
+    """Brings pods to where their hibernate annotation wants them. Raises SpecError and CommandError."""
+
+    def __init__(
+        self, work: Workplace, *, creation: Creation, removal: Removal, setup: GuestSetup, readiness: Readiness
+    ) -> None:
+        self._work = work
+        self._pods, self._publication = work.pods, work.publication
+        self._runtime = work.ports.runtime
+        self._creation = creation
+        self._removal = removal
+        self._setup = setup
+        self._readiness = readiness
+
+    def apply(self, entry: TrackedPod) -> None:
+        """Bring the VM to where the hibernate annotation wants it; unmanaged pods are the operator's own business."""
+        wanted = entry.spec.hibernate
+        if not entry.spec.managed or entry.terminating or not self._pods.holds(entry):
+            return
+        if entry.spec.macos:
+            self._refuse_macos(entry)
+        elif wanted and entry.vm is not None:
+            self._hibernate(entry)
+        elif not wanted and entry.hibernated:
+            self._wake(entry)
+        elif not wanted:
+            self._lift_failure(entry)
+
+    def _hibernate(self, entry: TrackedPod) -> None:
+        """Save the VM under its own name, take it away, forget the probe: in this order, published at each step."""
+        vm, name = entry.vm, entry.spec.vm_name
+        assert vm is not None
+        entry.set_intent(IntentState.HIBERNATING)
+        self._publication.publish(entry)
+        try:
+            with self._work.locks.held(name):
+                self._runtime.snapshot_save(name, vm.id)
+                self._removal.destroy(vm.id)
+        except CommandError as error:
+            self._publication.fail(entry, "HibernateSnapshotFailed", f"hibernate: {error}")
+            raise
+        if not self._pods.holds(entry, vm.id):
+            return
+        self._removal.release_leases(vm)
+        entry.vm, entry.ip, entry.hibernated = None, "", True
+        self._readiness.stop(entry)
+        entry.set_intent(IntentState.HIBERNATED)
+        self._work.ports.event(entry.pod, "Normal", "Hibernated", f"hibernate: {name} saved on this host")
+
+    def _wake(self, entry: TrackedPod) -> None:
+        """Clone the VM back from its snapshot; the new one has a new MAC, so nothing of the old address is kept."""
+        entry.set_intent(IntentState.CREATING)
+        self._publication.publish(entry)
+        entry.ip = ""
+        try:
+            with self._work.locks.held(entry.spec.vm_name):
+                vm = self._creation.cloned(entry, entry.spec.vm_name)
+        except (SpecError, CommandError) as error:
+            self._publication.fail(entry, "WakeCloneFailed", f"wake: {error}")
+            raise
+        if self._pods.holds(entry) and not entry.deleting:
+            self._setup.bind(entry, vm, ADDRESS_BUDGET, "wake")
+            message = f"wake: {entry.spec.vm_name} cloned from its snapshot"
+            self._work.ports.event(entry.pod, "Normal", "Woken", message)
+
+    def _lift_failure(self, entry: TrackedPod) -> None:
+        """A failed hibernate that is no longer asked for is lifted when the VM turns out to run; others stay."""
+        vm, failed = entry.vm, entry.intent
+        if vm is None or failed.state is not IntentState.FAILED or not failed.message.startswith("hibernate: "):
+            return
+        if self._runtime.inspect(vm.id).running and self._pods.holds(entry, vm.id) and entry.intent is failed:
+            entry.set_intent(IntentState.CREATING)
+            self._setup.await_address(entry, vm.id, None, "hibernate")
+
+    def _refuse_macos(self, entry: TrackedPod) -> None:
+        if entry.spec.hibernate and entry.intent.message != HIBERNATE_UNSUPPORTED:
+            self._publication.fail(entry, "HibernateUnsupported", HIBERNATE_UNSUPPORTED)
+        elif not entry.spec.hibernate and entry.intent.message == HIBERNATE_UNSUPPORTED:
+            entry.set_intent(IntentState.CREATING)
+            if entry.vm is not None:
+                self._setup.await_address(entry, entry.vm.id, None, "run")

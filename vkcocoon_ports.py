@@ -1,0 +1,57 @@
+"""What the provider's rooms are given: ports to the world outside, and what they share among themselves.
+
+`Ports` is what differs between a host and a simulation; the lease file is a real file in both. `Workplace` is what all
+rooms of one provider work with: the pods, the one place that publishes them, and the locks. It holds no logic; who may
+change what is said where it is kept (vkcocoon_tracking).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from gevent.pool import Group
+
+from vkcocoon_guests import Pinger
+from vkcocoon_http import Metrics
+from vkcocoon_kube import KubeApi
+from vkcocoon_net import release_lease, ssh_banner, tcp_accepts
+from vkcocoon_probes import Clock, Deadline, Observer
+from vkcocoon_settings import Settings
+from vkcocoon_tracking import PodTable, Publication, Report, VMLocks
+from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
+
+__all__ = ["Ports", "Workplace"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ports:
+    """The world outside."""
+
+    clock: Clock
+    runtime: CocoonCLI
+    macos: CocoonMacosCLI
+    kube: KubeApi
+    pinger: Pinger
+    tcp_accepts: Callable[[str, int, Deadline], None] = tcp_accepts
+    ssh_banner: Callable[[str, Deadline], str] = ssh_banner
+    release_lease: Callable[[str, str], None] = release_lease
+    event: Report = lambda *_: None
+    on_probe: Observer = lambda *_: None  # after each probe: agent, raw result, lateness and duration in seconds
+    metrics: Metrics = field(default_factory=lambda: Metrics("unversioned"))
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What the rooms of one provider share. `group` holds the background greenlets of pods."""
+
+    settings: Settings
+    ports: Ports
+    pods: PodTable
+    publication: Publication
+    locks: VMLocks
+    group: Group
+
+    @property
+    def clock(self) -> Clock:
+        return self.ports.clock

@@ -1,0 +1,151 @@
+"""The probe half of Ready: what is asked of a guest on each tick, and which address it has.
+
+    start            one agent of vkcocoon_probes per pod, asking `_guest_probe` or `_macos_probe`
+    resolve          the address now: static as inspected, else the lease of the MAC, written back
+    stop             when the pod is deleted, hibernated or replaced; only ever its own agent
+
+Everything a probe changes is memory, and every result goes through `Publication.publish`. A dead QEMU is found here,
+because nobody else can see it; restarting it is the keeper's business (vkcocoon_macos), outside of the probe's bound.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+
+from vkcocoon_guests import Reach
+from vkcocoon_macos import Owner, QemuKeeper, VncPorts
+from vkcocoon_net import LeaseFile, LeaseFileError, is_unicast_ipv4
+from vkcocoon_ports import Workplace
+from vkcocoon_probes import Deadline, ProbeManager, ProbeResult
+from vkcocoon_status import IntentState, Reason
+from vkcocoon_tracking import TrackedPod
+from vkcocoon_vms import VM
+
+__all__ = ["Readiness"]
+
+
+class Readiness:
+    """Starts and stops the probes of pods and knows where their guests are."""
+
+    def __init__(self, work: Workplace, *, probes: ProbeManager, qemu: QemuKeeper, vnc: VncPorts) -> None:
+        ports = work.ports
+        self._work = work
+        self._pods, self._publication = work.pods, work.publication
+        self._probes = probes
+        self._qemu = qemu
+        self._vnc = vnc
+        self._leases = LeaseFile(work.settings.leases_path)
+        self._reach = Reach(ports.pinger, ports.tcp_accepts, ports.ssh_banner)
+
+    def start(self, entry: TrackedPod) -> None:
+        """Probe the pod from now on, the first time before this returns (clause 2); not a pod that is going (P6)."""
+        if entry.terminating:
+            return
+        probe = self._macos_probe if entry.spec.macos else self._guest_probe
+        entry.agent = self._probes.start(entry.key, partial(probe, entry), partial(self._on_update, entry))
+
+    def stop(self, entry: TrackedPod) -> None:
+        """Only its own agent: while the first probe still runs there is none to name, and the name must be ours."""
+        if entry.agent is not None:
+            self._probes.forget(entry.key, entry.agent)
+            entry.agent = None
+        elif self._pods.current(entry):
+            self._probes.forget(entry.key)
+
+    def has_address(self, entry: TrackedPod) -> bool:
+        """Can the pod's address be resolved now?"""
+        with suppress(LeaseFileError):
+            return bool(entry.vm and self.resolve(entry, entry.vm))
+        return False
+
+    def resolve(self, entry: TrackedPod, vm: VM) -> str:
+        """The current address: static as inspected, else the lease of the MAC, re-read now and written back.
+
+        Raises LeaseFileError only while there never was a readable lease file (L5); "" means no lease (L7).
+        """
+        if vm.static_ip:
+            return vm.static_ip if is_unicast_ipv4(vm.static_ip) else ""
+        if not entry.spec.managed:
+            return entry.ip
+        lease = self._leases.lookup(vm.mac, self._work.clock.now()) if vm.mac else None
+        ip = lease.ip if lease is not None else ""
+        if ip != entry.ip and not self.set_vm_ip(entry.key, vm.id, ip):
+            return ""  # the pod has another VM by now
+        return ip
+
+    def set_vm_ip(self, key: str, vm_id: str, ip: str) -> bool:
+        """Write back the address of a pod's VM; refused (False) when the pod has another VM meanwhile.
+
+        Only memory. A changed address of a pod that stays Ready is published at once (L8); a lost one leaves with the
+        flip it causes (L7).
+        """
+        entry = self._pods.find(key)
+        if entry is None or entry.vm is None or entry.vm.id != vm_id or entry.terminating:
+            return False
+        if entry.ip != ip:
+            entry.ip = ip
+            if ip and entry.ready:
+                self._publication.publish(entry)
+        return True
+
+    def _on_update(self, entry: TrackedPod) -> None:
+        if self._pods.holds(entry):
+            self._publication.publish(entry)
+
+    # --- what one probe does --------------------------------------------------------------------------------------
+
+    def _guest_probe(self, entry: TrackedPod, deadline: Deadline) -> ProbeResult:
+        """The three checks in their order: the VM is tracked, its address is current, it answers (clause 1)."""
+        vm = entry.vm
+        if vm is None or entry.gone:
+            return ProbeResult(False, Reason.VM_GONE, f"VM {entry.spec.vm_name} no longer exists")
+        return self._no_address(entry, vm) or self._reach.guest(entry.ip, entry.spec.annotations, deadline)
+
+    def _macos_probe(self, entry: TrackedPod, deadline: Deadline) -> ProbeResult:
+        """The same for macOS: the QEMU process first, and sshd's banner where no port is declared (clause 1, macOS)."""
+        vm = entry.vm
+        if vm is None or entry.gone:
+            return ProbeResult(False, Reason.VM_GONE, f"VM {entry.spec.vm_name} no longer exists")
+        if (dead := self._qemu.check(vm, self._owner(entry, vm))) is not None:
+            return dead
+        result = self._no_address(entry, vm) or self._reach.macos(entry.ip, entry.spec.annotations, deadline)
+        if result.ready:
+            self._qemu.succeeded(vm.id)
+        return result
+
+    def _no_address(self, entry: TrackedPod, vm: VM) -> ProbeResult | None:
+        """None when the address is known and free to be published, else the failed probe that says what is missing."""
+        try:
+            ip = self.resolve(entry, vm)
+        except LeaseFileError as error:
+            return ProbeResult(False, Reason.LEASE_FILE_UNREADABLE, str(error))
+        if not ip:
+            conflict = self._leases.conflict(vm.mac, self._work.clock.now()) if vm.mac else ""
+            return ProbeResult(False, Reason.WAITING_FOR_LEASE, conflict or f"waiting for DHCP lease of {vm.mac}")
+        if (holder := self._publication.holder(entry, ip)) is not None:
+            return self._publication.conflict(ip, holder)
+        return None
+
+    # --- the QEMU of a macOS guest --------------------------------------------------------------------------------
+
+    def _owner(self, entry: TrackedPod, vm: VM) -> Owner:
+        display = self._vnc.reserved(vm.name)
+        return Owner(partial(self._restart_wanted, entry, vm.id), partial(self._refresh_macos, entry, vm.id), display)
+
+    def _restart_wanted(self, entry: TrackedPod, vm_id: str) -> bool:
+        """M3: neither a pod that is going nor one whose lifecycle failed is restarted."""
+        return self._pods.holds(entry, vm_id) and not entry.terminating and entry.intent.state is not IntentState.FAILED
+
+    def _refresh_macos(self, entry: TrackedPod, vm_id: str, record: VM, restarted: bool) -> None:
+        if not self._pods.holds(entry, vm_id):
+            return
+        entry.vm = record
+        self._vnc.adopt(record.name, record.vnc)
+        if restarted:
+            entry.restarts += 1
+            self._work.ports.metrics.qemu_restart("ok")
+            self._work.ports.event(
+                entry.pod, "Warning", "GuestRestarted", f"qemu of {record.name} was gone and restarted"
+            )
+        self._publication.publish(entry)

@@ -1,0 +1,126 @@
+"""What already runs when we start: adopted, each VM probed before its pod is published, all side by side.
+
+Nothing is touched before both lists, of pods and of VMs, were read whole. A pod whose VM is missing, half made or
+stopped is left to `create_pod`, which the controller calls for it anyway. A VM that no pod asks for is somebody's work,
+and only the policy that says so removes it (D1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+from gevent.pool import Group
+
+from vkcocoon_kube import list_all
+from vkcocoon_ports import Workplace
+from vkcocoon_probes import spawn
+from vkcocoon_removal import Removal
+from vkcocoon_setup import GuestSetup
+from vkcocoon_spec import PodSpec
+from vkcocoon_status import ANNOTATION_ID, IntentState, pod_key
+from vkcocoon_tracking import Pod, TrackedPod
+from vkcocoon_vms import VM, CommandError
+
+__all__ = ["Startup"]
+
+log = structlog.get_logger()
+
+
+class Startup:
+    """Reconciles once, at start. `track` and `create` are the provider's."""
+
+    def __init__(
+        self,
+        work: Workplace,
+        *,
+        setup: GuestSetup,
+        removal: Removal,
+        track: Callable[[Pod], TrackedPod],
+        create: Callable[[Pod], None],
+    ) -> None:
+        self._work = work
+        self._pods, self._publication = work.pods, work.publication
+        self._runtime, self._macos = work.ports.runtime, work.ports.macos
+        self._setup = setup
+        self._removal = removal
+        self._track = track
+        self._create = create
+
+    def reconcile(self) -> None:
+        """Adopt the VMs of the pods bound to this node.
+
+        Raises ApiError or CommandError when either list could not be read whole; nothing was touched then.
+        """
+        selector = f"spec.nodeName={self._work.settings.node_name}"
+        pods, _ = list_all(self._work.ports.kube, "/api/v1/pods", field_selector=selector)
+        records = self._runtime.list()
+        adoptions = Group()
+        for pod in pods:
+            if PodSpec.of(pod).vm_name and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"):
+                spawn(adoptions, f"adopt {pod_key(pod)}", self._adopt, pod, records)
+        adoptions.join()
+        names = {PodSpec.of(pod).vm_name for pod in pods}
+        bound = {entry.vm.id for entry in self._pods if entry.vm is not None}
+        for record in records:
+            if record.id not in bound and record.name not in names:
+                self._orphan(record)
+
+    def _adopt(self, pod: Pod, records: list[VM]) -> None:
+        entry = self._track(pod)
+        if not entry.spec.managed:
+            return self._create(pod)
+        vm = self._live_macos(entry) if entry.spec.macos else _record_of(entry, records)
+        if vm is not None and entry.terminating:
+            entry.vm = vm  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
+        elif vm is not None:
+            self._setup.bind(entry, vm, None, "adopt")
+        elif not self._adopt_hibernated(entry):
+            self._pods.drop(entry)  # nothing of it runs: `create_pod` will be called for it
+        return None
+
+    def _live_macos(self, entry: TrackedPod) -> VM | None:
+        """A macOS guest that runs is adopted; on any doubt `create_pod` decides, which never runs a second one."""
+        try:
+            record = self._macos.inspect(entry.spec.vm_name)
+        except CommandError:
+            return None
+        return record if self._macos.alive(record) else None
+
+    def _adopt_hibernated(self, entry: TrackedPod) -> bool:
+        """A hibernated pod has no VM on purpose; an interrupted hibernate is done when its snapshot is there."""
+        if entry.terminating or entry.intent.state not in (IntentState.HIBERNATED, IntentState.HIBERNATING):
+            return False
+        if entry.intent.state is IntentState.HIBERNATING:
+            try:
+                self._runtime.snapshot_inspect(entry.spec.vm_name)
+            except CommandError:
+                return False
+        entry.hibernated = True
+        entry.set_intent(IntentState.HIBERNATED)
+        self._publication.publish(entry)
+        return True
+
+    def _orphan(self, record: VM) -> None:
+        """A VM that no pod asks for: somebody's work, so only the policy that says so removes it (D1)."""
+        self._work.ports.metrics.orphan()
+        policy = self._work.settings.orphan_policy
+        log.warning("VM belongs to no pod", vm=record.name, id=record.id, state=record.state, policy=policy)
+        if policy != "destroy" or record.state == "creating":
+            return
+        try:
+            self._removal.destroy(record.id)
+            self._removal.release_leases(record)
+        except CommandError as error:
+            log.warning("orphan VM could not be removed", vm=record.name, error=str(error))
+
+
+def _record_of(entry: TrackedPod, records: list[VM]) -> VM | None:
+    """The running VM of a pod: by the id we wrote, else by its name (our annotation may never have arrived)."""
+    annotations = entry.pod["metadata"].get("annotations") or {}
+    running = [record for record in records if record.running]
+    for wanted, attribute in ((annotations.get(ANNOTATION_ID), "id"), (entry.spec.vm_name, "name")):
+        for record in running:
+            if wanted and getattr(record, attribute) == wanted:
+                return record
+    return None
