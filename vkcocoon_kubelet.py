@@ -46,7 +46,7 @@ __all__ = ["HeldPod", "HeldPods", "Kubelet", "KubeletSettings", "Logs"]
 # Between them room for everything else while so many logs are followed.
 MOST_STREAMS = 192
 LIMITS = Limits(request_bytes=64 * 1024, request_s=30.0, at_once=256)
-FIRST_WORD_S = 2.0  # how long a log that is followed may be silent before its reader is told that all is well so far
+FIRST_WORD_S = 1.0  # how long a log that is followed may be silent before its reader is told that all is well so far
 
 TEXT = "text/plain; charset=utf-8"
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"

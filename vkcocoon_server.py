@@ -258,13 +258,12 @@ class _Handler(gevent.pywsgi.WSGIHandler):
             for option, value in KEEPALIVE:
                 self.socket.setsockopt(socket.IPPROTO_TCP, option, value)
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            self.write(b"")  # the head alone: the first word may be hours away
             for piece in stream:
                 with clock.timeout(stall_s):
                     self.write(piece)
-            with clock.timeout(stall_s):
-                if not self.headers_sent:
-                    self.write(b"")
-                if self.response_use_chunked:
+            if self.response_use_chunked:
+                with clock.timeout(stall_s):
                     self.socket.sendall(b"0\r\n\r\n")
         except (ProbeTimeout, OSError):
             raise

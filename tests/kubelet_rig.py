@@ -7,6 +7,7 @@ import ipaddress
 import json
 import socket
 import ssl
+import struct
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -231,7 +232,11 @@ class KubeletRig:
         lines += [f"Authorization: Bearer {token}"] if token else []
         with self.connect(context) as connection:
             connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
-            yield Answer(connection)
+            answer = Answer(connection)
+            try:
+                yield answer
+            finally:
+                answer.close()
 
     def ask(self, path, **options):
         """Status and body."""
@@ -258,6 +263,15 @@ class Answer:
         self._file = connection.makefile("rb")
         self._status = None
         self.headers = {}
+
+    def close(self):
+        self._file.close()
+        self.connection.close()
+
+    def abort(self):
+        """Close as the kernel does for a process that is killed: by a reset."""
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        self.close()
 
     @property
     def status(self):
