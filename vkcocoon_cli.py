@@ -22,25 +22,21 @@ from typing import Any, NoReturn
 
 import click
 
-from vkcocoon_settings import SETTINGS, Setting, SettingError, Settings
+from vkcocoon_inspection import INSPECTIONS, Misconfigured, OneLine, config_lines, strange
+from vkcocoon_settings import SETTINGS, SettingError, Settings
 
 __all__ = ["cli", "main"]
 
 INTERNAL_ERROR = 70
-MISCONFIGURED = 78
 
-SECTIONS = {"run": "Service", "simulate": "Simulate", "playground": "Simulate", "version": "Other"}
-
-
-class _OneLine(click.ClickException):
-    """Ends the program with one line on stderr."""
-
-    def show(self, file: Any = None) -> None:
-        click.echo(f"vk-cocoon: {self.format_message()}", file=file or sys.stderr)
-
-
-class _Misconfigured(_OneLine):
-    exit_code = MISCONFIGURED
+SECTIONS = {
+    "run": "Service",
+    **{command.name or "": section for section, commands in INSPECTIONS.items() for command in commands},
+    "simulate": "Simulate",
+    "playground": "Simulate",
+    "completion": "Other",
+    "version": "Other",
+}
 
 
 class _Commands(click.Group):
@@ -64,7 +60,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except SettingError as error:
-            raise _Misconfigured(str(error)) from None
+            raise Misconfigured(str(error)) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click's own ways to end; it closes a broken pipe quietly
         except Exception:  # noqa: BLE001  the root of the program: whatever it was, say so in full and exit 70
@@ -165,36 +161,25 @@ def run(check_config: bool, **flags: str | None) -> None:
 
     vkcocoon_logs.configure(settings.log_level, settings.log_format)
     for stranger, meant in Settings.strangers(os.environ).items():
-        logging.getLogger("vkcocoon.settings").warning(_strange(stranger, meant))
+        logging.getLogger("vkcocoon.settings").warning(strange(stranger, meant))
     try:
         sys.exit(vkcocoon.main(settings))
     except KubeconfigError as error:
-        raise _Misconfigured(f"KUBECONFIG: {' '.join(str(error).split())}") from None
+        raise Misconfigured(f"KUBECONFIG: {' '.join(str(error).split())}") from None
     except (CannotListen, HostError) as error:
         # Not 78: the port may be free and the network there when the unit tries again.
-        raise _OneLine(str(error)) from None
+        raise OneLine(str(error)) from None
 
 
 def _show_config(settings: Settings, flags: dict[str, str]) -> None:
-    rows = [
-        (row.env, Settings.origin(row.name, os.environ, flags), _shown(row, getattr(settings, row.name)))
-        for row in SETTINGS
-    ]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    for env, origin, value in rows:
-        click.echo(f"{env:<{widths[0]}}  {origin:<{widths[1]}}  {value}")
+    for line in config_lines(settings, lambda row: Settings.origin(row.name, os.environ, flags)):
+        click.echo(line)
     for stranger, meant in Settings.strangers(os.environ).items():
-        click.echo(f"vk-cocoon: {_strange(stranger, meant)}", err=True)
+        click.echo(f"vk-cocoon: {strange(stranger, meant)}", err=True)
 
 
-def _strange(stranger: str, meant: str) -> str:
-    return f"{stranger} is no setting of vk-cocoon and is ignored" + (f"; did you mean {meant}?" if meant else "")
-
-
-def _shown(row: Setting, value: object) -> str:
-    if value == "":
-        return f"({row.absent})"
-    return "(secret)" if row.secret else str(value)
+for _command in (command for commands in INSPECTIONS.values() for command in commands):
+    cli.add_command(_command)
 
 
 # simulate, playground ---------------------------------------------------------------------------------------------
@@ -262,7 +247,24 @@ def playground(**options: Any) -> None:
     sys.exit(live.main(**options))
 
 
-# version ----------------------------------------------------------------------------------------------------------
+# completion, version ----------------------------------------------------------------------------------------------
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the completion script of a shell.
+
+    \b
+    Examples:
+      vk-cocoon completion bash > /etc/bash_completion.d/vk-cocoon
+      vk-cocoon completion fish > ~/.config/fish/completions/vk-cocoon.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    script = get_completion_class(shell)
+    assert script is not None  # click knows these three
+    click.echo(script(cli, {}, "vk-cocoon", "_VK_COCOON_COMPLETE").source())
 
 
 @cli.command()

@@ -13,10 +13,10 @@ from typing import Generic, Protocol, TypeVar
 
 from vkcocoon_net import PingError, PingTimeout
 from vkcocoon_probes import Deadline, ProbeResult
-from vkcocoon_spec import SpecError, probe_port
-from vkcocoon_status import Reason
+from vkcocoon_spec import PodSpec, SpecError, probe_port
+from vkcocoon_status import ANNOTATION_PROBE_PORT, Reason
 
-__all__ = ["SSH_PORT", "Pinger", "Reach", "ReadyAddresses"]
+__all__ = ["SSH_PORT", "Pinger", "Reach", "ReadyAddresses", "way_of"]
 
 SSH_PORT = 22
 
@@ -29,6 +29,13 @@ class Pinger(Protocol):
     @property
     def degraded(self) -> bool: ...
     def ping(self, ip: str, deadline: Deadline) -> float: ...
+
+
+def way_of(spec: PodSpec) -> str:
+    """How the guest of such a pod is asked, in a word for people: `icmp`, `tcp :3389`, `ssh :22`."""
+    if declared := spec.annotations.get(ANNOTATION_PROBE_PORT, "").strip():
+        return f"tcp :{declared}"
+    return f"ssh :{SSH_PORT}" if spec.macos else "icmp"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,20 @@ ROOT = Path(__file__).parent.parent
 # Who may import whom: a module imports only from lines above its own. Modules of one line do not know each other.
 LAYERS = [
     ["vkcocoon_probes", "vkcocoon_net", "vkcocoon_status", "vkcocoon_settings", "vkcocoon_logs", "vkcocoon_vmlog"],
+    ["vkcocoon_terminal", "vkcocoon_envfile"],
     ["vkcocoon_commands", "vkcocoon_server", "vkcocoon_kube", "vkcocoon_systemd"],
-    ["vkcocoon_http", "vkcocoon_access", "vkcocoon_certificates", "vkcocoon_vms", "vkcocoon_events", "vkcocoon_publish", "vkcocoon_host"],
+    [
+        "vkcocoon_http",
+        "vkcocoon_access",
+        "vkcocoon_certificates",
+        "vkcocoon_vms",
+        "vkcocoon_events",
+        "vkcocoon_publish",
+        "vkcocoon_host",
+    ],
     ["vkcocoon_spec", "vkcocoon_macos", "vkcocoon_pods", "vkcocoon_node", "vkcocoon_stats"],
     ["vkcocoon_guests", "vkcocoon_exposition"],
-    ["vkcocoon_kubelet"],
+    ["vkcocoon_kubelet", "vkcocoon_stages"],
     ["vkcocoon_tracking"],
     ["vkcocoon_ports"],
     ["vkcocoon_readiness", "vkcocoon_removal"],
@@ -30,13 +39,14 @@ LAYERS = [
     ["vkcocoon_hibernation"],
     ["vkcocoon"],
     ["vkcocoon_daemon"],
+    ["vkcocoon_inspection"],
     ["vkcocoon_cli"],
 ]
 # Libraries that are heavy, or whose types must not spread, and the only places that know them.
 LIBRARIES = {
     "kubernetes": ["vkcocoon_kube"],
     "prometheus_client": ["vkcocoon_http"],
-    "click": ["vkcocoon_cli", "simulator.scenario"],
+    "click": ["vkcocoon_cli", "vkcocoon_inspection", "simulator.scenario"],
     "ping3": ["vkcocoon_net"],
     "paramiko": ["simulator.fake_sshd"],
     "cryptography": ["vkcocoon_certificates"],

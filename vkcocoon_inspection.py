@@ -1,0 +1,306 @@
+"""The commands that look and change nothing: config, leases, probe.
+
+They are for a person on the host, so they read the env-file as the unit does (vkcocoon_envfile), say what they found on
+stdout and everything else on stderr, and end with 1 when what they were asked about is not well. Each imports what it
+needs when it is called; the module itself loads nothing heavy, because help and completion go through it. `probe`
+imports vkcocoon before anything that opens a socket (D6).
+
+vkcocoon_cli adds these commands to its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from datetime import datetime
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+from vkcocoon_envfile import DEFAULT_PATH, EnvFileError, Environment, load_environment
+from vkcocoon_settings import SETTINGS, Setting, Settings
+from vkcocoon_terminal import Mark, Paint, ago, columns, milliseconds, printable
+
+if TYPE_CHECKING:
+    from vkcocoon_net import Lease, LeaseFile
+    from vkcocoon_stages import Stage, Tools
+
+__all__ = ["INSPECTIONS", "Misconfigured", "OneLine", "config_lines", "strange"]
+
+MISCONFIGURED = 78
+NOT_WELL = 1
+
+AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
+
+
+class OneLine(click.ClickException):
+    """Ends the program with one line on stderr."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"vk-cocoon: {self.format_message()}", file=file or sys.stderr)
+
+
+class Misconfigured(OneLine):
+    exit_code = MISCONFIGURED
+
+
+# What the commands share ------------------------------------------------------------------------------------------
+
+env_file_option = click.option(
+    "--env-file", metavar="PATH", help=f"The unit's env-file to read the settings from.  [default: {DEFAULT_PATH}]"
+)
+color_option = click.option(
+    "--color", type=click.Choice(["auto", "always", "never"]), default="auto", help="When to use colors."
+)
+
+
+def output_option(*forms: str) -> Callable[[AnyFunction], AnyFunction]:
+    return click.option("-o", "--output", type=click.Choice(forms), default=forms[0], help="How to print it.")
+
+
+def environment(env_file: str | None) -> Environment:
+    """The environment with the env-file in it. Ends the program when that cannot be read."""
+    try:
+        return load_environment(os.environ, env_file)
+    except EnvFileError as error:
+        raise Misconfigured(str(error)) from None
+
+
+def loaded(env_file: str | None) -> Settings:
+    return Settings.load(environment(env_file).values)
+
+
+def print_json(document: object) -> None:
+    click.echo(json.dumps(document, indent=2, ensure_ascii=False))
+
+
+def _say(text: str) -> None:
+    click.echo(f"vk-cocoon: {text}", err=True)
+
+
+# config -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@env_file_option
+@output_option("table", "env", "json")
+def config(env_file: str | None, output: str) -> None:
+    """Show each setting, its value and where that comes from.
+
+    What the daemon gets from its unit is in the env-file; the environment of this shell wins over it. Secrets are not
+    shown.
+
+    \b
+    Examples:
+      vk-cocoon config
+      vk-cocoon config --env-file ./vk-cocoon.env -o env
+    """
+    found = environment(env_file)
+    settings = Settings.load(found.values)
+    if output == "json":
+        print_json({row.name: _entry(row, settings, found) for row in SETTINGS})
+    elif output == "env":
+        for row in SETTINGS:
+            if _origin(row, found) != "default":
+                click.echo(f"{row.env}={_quoted(_shown(row, getattr(settings, row.name)))}")
+    else:
+        for line in config_lines(settings, lambda row: _origin(row, found)):
+            click.echo(line)
+    for stranger, meant in Settings.strangers(found.values).items():
+        _say(strange(stranger, meant))
+
+
+def config_lines(settings: Settings, origin: Callable[[Setting], str]) -> list[str]:
+    """Each setting in a line: variable, where its value comes from, value."""
+    rows = [(row.env, origin(row), _shown(row, getattr(settings, row.name))) for row in SETTINGS]
+    return columns(("SETTING", "FROM", "VALUE"), rows)[1:]
+
+
+def strange(stranger: str, meant: str) -> str:
+    """What is said of a variable that looks like ours and is not."""
+    return f"{stranger} is no setting of vk-cocoon and is ignored" + (f"; did you mean {meant}?" if meant else "")
+
+
+def _origin(row: Setting, found: Environment) -> str:
+    return found.origins.get(row.env) or Settings.origin(row.name, found.values)
+
+
+def _shown(row: Setting, value: object) -> str:
+    if value == "":
+        return f"({row.absent})"
+    return "(secret)" if row.secret else str(value)
+
+
+def _entry(row: Setting, settings: Settings, found: Environment) -> dict[str, object]:
+    value = getattr(settings, row.name)
+    plain = value if isinstance(value, int) else str(value)
+    return {
+        "variable": row.env,
+        "origin": _origin(row, found),
+        "value": "(secret)" if row.secret and value else plain,
+        "secret": row.secret,
+    }
+
+
+def _quoted(text: str) -> str:
+    """As the env-file wants it; only where it must be."""
+    plain = text and not any(char in text for char in " \t\"'\\#;$")
+    return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# leases -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--mac", metavar="MAC", help="Only the lease of this MAC, however it is written.")
+@env_file_option
+@output_option("table", "json")
+def leases(mac: str | None, env_file: str | None, output: str) -> None:
+    """Show the DHCP leases in force, by address.
+
+    Exits with 1 when the lease file cannot be read, or has no lease for the MAC asked for.
+
+    \b
+    Examples:
+      vk-cocoon leases
+      vk-cocoon leases --mac 0A-58-AC-16-00-15
+    """
+    import vkcocoon_logs
+    from vkcocoon_net import LeaseFile, LeaseFileError, normalize_mac
+    from vkcocoon_probes import SystemClock
+
+    vkcocoon_logs.configure("error", "text")  # what the file is like is said below
+    settings = loaded(env_file)
+    wanted = normalize_mac(mac) if mac is not None else ""
+    if mac is not None and not wanted:
+        raise click.BadParameter(f"{mac!r} is no MAC address", param_hint="--mac")
+    file, now = LeaseFile(settings.leases_path), SystemClock().now()
+    try:
+        rows = [row for row in file.rows(now) if wanted in ("", row.mac)]
+    except LeaseFileError as error:
+        raise OneLine(f"{error}; VK_LEASES_PATH must be cocoon-net's file") from None
+    entries = [_lease_entry(row, file, now) for row in rows]
+    age = now.timestamp() - os.stat(settings.leases_path).st_mtime
+    if output == "json":
+        print_json({"file": settings.leases_path, "age_seconds": round(age, 1), "leases": entries})
+    else:
+        _say(f"{settings.leases_path}, written {ago(age)} ago")
+        for line in columns(("MAC", "IP", "ENDS", "NOTE"), [_lease_row(row, file, now) for row in rows]):
+            click.echo(line)
+    if wanted and not rows:
+        raise OneLine(f"no lease in force for {wanted}")
+
+
+def _lease_entry(row: Lease, file: LeaseFile, now: datetime) -> dict[str, object]:
+    endless = row.expiry.year == 9999
+    return {
+        "mac": row.mac,
+        "ip": row.ip,
+        "expires": None if endless else f"{row.expiry:%Y-%m-%dT%H:%M:%SZ}",
+        "conflict": file.conflict(row.mac, now),
+    }
+
+
+def _lease_row(row: Lease, file: LeaseFile, now: datetime) -> tuple[str, ...]:
+    ends = "never" if row.expiry.year == 9999 else f"in {ago((row.expiry - now).total_seconds())}"
+    return row.mac, row.ip, ends, file.conflict(row.mac, now)
+
+
+# probe ------------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.argument("target")
+@click.option("--port", type=click.IntRange(1, 65535), help="Dial this port; only for an address.")
+@click.option("--ssh-banner", is_flag=True, help="Await sshd's banner; only for an address.")
+@env_file_option
+@output_option("table", "json")
+@color_option
+def probe(target: str, port: int | None, ssh_banner: bool, env_file: str | None, output: str, color: str) -> None:
+    """Look at one guest once, as its probe does, and show each stage with its time.
+
+    TARGET is a pod (web-0, or namespace/web-0) or an IPv4 address. The running daemon is not asked and not disturbed.
+    Exits with 1 when the guest would not be ready.
+
+    \b
+    Examples:
+      vk-cocoon probe default/web-0
+      vk-cocoon probe 10.88.0.23 --port 3389
+    """
+    import vkcocoon  # noqa: F401  first: it makes what follows cooperative
+    import vkcocoon_logs
+
+    vkcocoon_logs.configure("error", "text")  # the stages say it
+    settings = loaded(env_file)
+    tools = _tools(settings)
+    paint = Paint(color, sys.stdout, os.environ)
+    stages: list[Stage] = []
+    for stage in _stages(target, port, ssh_banner, tools, settings):
+        stages.append(stage)
+        if output == "table":
+            click.echo(_stage_line(stage, paint))
+    ready = all(stage.mark is not Mark.FAILED for stage in stages)
+    if output == "json":
+        print_json({"target": target, "ready": ready, "stages": [_stage_entry(stage) for stage in stages]})
+    elif not ready:
+        click.echo(f"    see docs/not-ready.md#{stages[-1].reason.lower()}")
+    sys.exit(0 if ready else NOT_WELL)
+
+
+def _stages(target: str, port: int | None, ssh_banner: bool, tools: Tools, settings: Settings) -> Iterator[Stage]:
+    from vkcocoon_net import is_unicast_ipv4
+    from vkcocoon_stages import examine_address, examine_pod
+
+    if is_unicast_ipv4(target):
+        return examine_address(target, tools, port=port, banner=ssh_banner)
+    if port is not None or ssh_banner:
+        raise click.UsageError("a pod says itself how it is probed; --port and --ssh-banner are for an address")
+    return examine_pod(_pod(target, settings), tools)
+
+
+def _pod(target: str, settings: Settings) -> Mapping[str, Any]:
+    from vkcocoon_kube import ApiError, HttpKubeApi, KubeconfigError
+
+    namespace, _, name = target.rpartition("/")
+    try:
+        return HttpKubeApi(settings.kubeconfig).get(f"/api/v1/namespaces/{namespace or 'default'}/pods/{name}")
+    except KubeconfigError as error:
+        raise Misconfigured(f"KUBECONFIG: {' '.join(str(error).split())}") from None
+    except ApiError as error:
+        raise OneLine(f"the pod {target} cannot be read: {error}") from None
+
+
+def _tools(settings: Settings) -> Tools:
+    from vkcocoon_guests import Reach
+    from vkcocoon_net import LeaseFile, open_pinger, ssh_banner, tcp_accepts
+    from vkcocoon_probes import SystemClock
+    from vkcocoon_stages import Tools
+    from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
+
+    return Tools(
+        clock=SystemClock(),
+        runtime=CocoonCLI(settings.cocoon_bin),
+        macos=CocoonMacosCLI(settings.cocoon_macos_bin),
+        leases=LeaseFile(settings.leases_path),
+        reach=Reach(open_pinger(), tcp_accepts, ssh_banner),
+    )
+
+
+def _stage_line(stage: Stage, paint: Paint) -> str:
+    reason = f"  {stage.reason}" if stage.reason else ""
+    return f"{paint.mark(stage.mark)} {stage.name:<8} {milliseconds(stage.seconds):>9}  {printable(stage.text)}{reason}"
+
+
+def _stage_entry(stage: Stage) -> dict[str, object]:
+    return {
+        "stage": stage.name,
+        "result": str(stage.mark),
+        "reason": stage.reason,
+        "message": stage.text,
+        "seconds": round(stage.seconds, 6),
+    }
+
+
+INSPECTIONS: Mapping[str, tuple[click.Command, ...]] = {"Service": (config,), "Inspect": (probe, leases)}
