@@ -189,6 +189,7 @@ class _Publisher:
         self._had_status = False  # the API has held this status once: a difference is somebody else's
         self._had_annotations = False
         self._accepted: tuple[Object, Object] | None = None  # a status we sent, what the API made of it
+        self._compared: tuple[_Wanted, Object, bool] | None = None  # the last comparison; neither side ever changes
         self._kick = Event()
         self._waiting: list[Event] = []  # who wants an attempt now
         self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S, rng=desk.rng)
@@ -326,7 +327,7 @@ class _Publisher:
         patch = status_patch(wanted.status, held.get("status") or {})
         body = {"metadata": {"uid": self.uid}, "status": patch}
         answer = self._desk.api.patch(f"{self._path}/status", body, kind="strategic")
-        self._accepted = (wanted.status, _owned(answer.get("status") or {}))
+        self._accepted, self._compared = (wanted.status, _owned(answer.get("status") or {})), None
         self._had_status = self._had_status or wanted is self._wanted
         return self._learn(answer)
 
@@ -345,8 +346,12 @@ class _Publisher:
 
     def _status_held(self, wanted: _Wanted, held: Object) -> bool:
         """What the API made of our own words counts as our words: it is not written again and again."""
-        status = held.get("status") or {}
-        return agrees(wanted.status, status) or self._accepted == (wanted.status, _owned(status))
+        known = self._compared
+        if known is None or known[0] is not wanted or known[1] is not held:
+            status = held.get("status") or {}
+            same = agrees(wanted.status, status) or self._accepted == (wanted.status, _owned(status))
+            known = self._compared = (wanted, held, same)
+        return known[2]
 
     def _succeeded(self) -> None:
         self._backoff.reset()

@@ -7,6 +7,8 @@ to the next timer and fires everything due at that instant.
 Order is part of the promise, so that a run can be repeated:
 
 - Timers fire in due order; equal ones in the order they were set, or in an order drawn from ``seed`` to explore races.
+  The draw of a greenlet depends on its name and the instant and on nobody else, so one more greenlet in the world does
+  not shift the others. With a seed, whoever is woken by an event takes part in the draw, too.
 - Everything that happens at one instant, happens before the clock moves; a bound (``timeout``) fires last of all, when
   nothing else can happen at that instant, so a wait that ends just then still ends by itself.
 - One ``run(60)`` is the same as six thousand ``run(0.01)``.
@@ -18,15 +20,16 @@ thread pool in a virtual world: the clock does not wait for them.
 
 from __future__ import annotations
 
-import heapq
 import itertools
-import random
+import zlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from datetime import UTC, datetime, timedelta
+from heapq import heappop, heappush
 from typing import Any
 
 import gevent
+from gevent import getcurrent
 from gevent.event import Event
 from gevent.hub import Waiter
 from gevent.pool import Group
@@ -43,12 +46,16 @@ _WAIT, _BOUND = 0, 1  # kinds of timers, in the order they fire at one instant
 
 
 class _Timer:
-    """A canceled timer stays in the heap, without what it would have called, until its instant comes."""
+    """A canceled timer stays in the heap, without what it would have called, until its instant comes.
 
-    __slots__ = ("fire",)
+    ``owner``: who set it, a greenlet or a name; it is asked only when the order of an instant is drawn.
+    """
 
-    def __init__(self, fire: Callable[[Any], object]) -> None:
+    __slots__ = ("fire", "owner")
+
+    def __init__(self, fire: Callable[[Any], object], owner: object) -> None:
         self.fire: Callable[[Any], object] | None = fire
+        self.owner = owner
 
     def cancel(self) -> None:
         self.fire = None
@@ -63,7 +70,7 @@ class _VirtualBound(Bound):
         self._fired = False
 
     def arm(self, seconds: float) -> None:
-        self._greenlet = gevent.getcurrent()
+        self._greenlet = getcurrent()
         self._timer = self._clock._set(seconds, _BOUND, self._fire)
 
     def disarm(self) -> bool:
@@ -89,9 +96,12 @@ class VirtualClock:
         self.now_us = 0
         self._start = start
         self._wall_step_us = 0
-        self._rng = None if seed is None else random.Random(seed)
-        self._heap: list[tuple[int, int, float, int, _Timer]] = []
+        self._wall = 0, start  # the answer of now() at an instant: it is asked several times at each
+        self._seed = seed
+        # Twice the instant in microseconds, plus the kind; then the order of setting.
+        self._heap: list[tuple[int, int, _Timer]] = []
         self._count = itertools.count()
+        self._visits = itertools.count()
         self._driver: Waiter[Any] | None = None
         self._rounds_here = 0
         self._group = Group()
@@ -103,7 +113,10 @@ class VirtualClock:
         return self.now_us / 1_000_000
 
     def now(self) -> datetime:
-        return self._start + timedelta(microseconds=self.now_us + self._wall_step_us)
+        wall_us = self.now_us + self._wall_step_us
+        if wall_us != self._wall[0]:
+            self._wall = wall_us, self._start + timedelta(microseconds=wall_us)
+        return self._wall[1]
 
     def wait(self, event: Event, timeout: float | None) -> bool:
         if event.is_set():
@@ -111,27 +124,27 @@ class VirtualClock:
         if self._nobody_drives():
             return self._drive_through(event, timeout)
         if timeout is None:
-            return bool(event.wait())
+            event.wait()
+            self._take_turn()
+            return True
         waiter: Waiter[Any] = Waiter()
         wake = waiter.switch
         timer = self._set(timeout, _WAIT, wake)
         event.rawlink(wake)
         try:
-            return waiter.get() is event or event.is_set()
+            woken = waiter.get() is event
         finally:
             timer.cancel()
             event.unlink(wake)
+        if woken:
+            self._take_turn()
+        return woken or event.is_set()
 
     def sleep(self, seconds: float) -> None:
         if self._nobody_drives():
             self._drive_through(Event(), seconds)
-            return
-        waiter: Waiter[Any] = Waiter()
-        timer = self._set(seconds, _WAIT, waiter.switch)
-        try:
-            waiter.get()
-        finally:
-            timer.cancel()
+        else:
+            self._pause(seconds)
 
     def timeout(self, seconds: float) -> AbstractContextManager[None]:
         return _VirtualBound(self, seconds)
@@ -169,14 +182,18 @@ class VirtualClock:
         greenlet.start()
         return greenlet
 
-    def at(self, seconds: float, function: Callable[..., Any], *args: Any) -> None:
-        """Run ``function(*args)`` in a greenlet at ``seconds`` after the clock's start; ValueError if that is over."""
+    def at(self, seconds: float, function: Callable[..., Any], *args: Any, owner: str = "") -> None:
+        """Run ``function(*args)`` in a greenlet at ``seconds`` after the clock's start; ValueError if that is over.
+
+        ``owner`` is by what name it takes part in the draw of its instant; by default it has one of its own.
+        """
         delay_us = microseconds(seconds) - self.now_us
         if delay_us < 0:
             raise ValueError(f"{seconds} s is over: it is {self.elapsed()} s")
         name = f"at {seconds} s: {getattr(function, '__qualname__', function)}"
         # Switched to directly, not scheduled: it keeps its place among the timers of that instant.
-        self._set(delay_us / 1_000_000, _WAIT, lambda _: self._prepare(name, function, args).switch())
+        begin = lambda _: self._prepare(name, function, args).switch()  # noqa: E731
+        self._set(delay_us / 1_000_000, _WAIT, begin, owner or f"visit {next(self._visits)}")
 
     def close(self) -> None:
         """Kill what ``spawn`` and ``at`` started, and drop all timers."""
@@ -186,13 +203,25 @@ class VirtualClock:
 
     # Inside
 
-    def _set(self, seconds: float, kind: int, fire: Callable[[Any], object]) -> _Timer:
-        timer = _Timer(fire)
+    def _set(self, seconds: float, kind: int, fire: Callable[[Any], object], owner: object = None) -> _Timer:
+        timer = _Timer(fire, owner or getcurrent())
         # A positive wait takes at least a microsecond, or a loop over a tiny remainder would never get past it.
-        delay_us = (microseconds(seconds) or 1) if seconds > 0 else 0
-        tie = 0.0 if self._rng is None else self._rng.random()
-        heapq.heappush(self._heap, (self.now_us + delay_us, kind, tie, next(self._count), timer))
+        delay_us = (round(seconds * 1_000_000) or 1) if seconds > 0 else 0
+        heappush(self._heap, (2 * (self.now_us + delay_us) + kind, next(self._count), timer))
         return timer
+
+    def _pause(self, seconds: float) -> None:
+        waiter: Waiter[Any] = Waiter()
+        timer = self._set(seconds, _WAIT, waiter.switch)
+        try:
+            waiter.get()
+        finally:
+            timer.cancel()
+
+    def _take_turn(self) -> None:
+        """Between the setting of an event and the running of who waited for it, others may run: as drawn."""
+        if self._seed is not None:
+            self._pause(0)
 
     def _prepare(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> gevent.Greenlet[..., Any]:
         greenlet = gevent.Greenlet(function, *args)
@@ -215,7 +244,7 @@ class VirtualClock:
 
     def _nobody_drives(self) -> bool:
         # Only the main greenlet has no parent; it may be a test that calls the provider directly.
-        return self._driver is None and gevent.getcurrent().parent is None
+        return self._driver is None and getcurrent().parent is None
 
     def _drive_through(self, event: Event, timeout: float | None) -> bool:
         """A wait of the main greenlet: like any other one, but it also makes time pass."""
@@ -263,16 +292,16 @@ class VirtualClock:
         if predicate is not None and predicate():
             return True
         heap = self._heap
-        while heap and heap[0][4].fire is None:
-            heapq.heappop(heap)
-        if not heap or (end_us is not None and heap[0][0] > end_us):
+        while heap and heap[0][2].fire is None:
+            heappop(heap)
+        if not heap or (end_us is not None and heap[0][0] >> 1 > end_us):
             if end_us is None:
                 raise RuntimeError("waiting for ever: no timer is left that could change anything")
             self.now_us = end_us
             self._rounds_here = 0
             return False
-        self._move_to(heap[0][0])
-        self._fire(heap[0][1])
+        self._move_to(heap[0][0] >> 1)
+        self._fire()
         return None
 
     def _move_to(self, instant_us: int) -> None:
@@ -281,12 +310,20 @@ class VirtualClock:
             raise RuntimeError(f"time stands still at {self.elapsed()} s: somebody waits for 0 s in a loop")
         self.now_us = instant_us
 
-    def _fire(self, kind: int) -> None:
+    def _fire(self) -> None:
         """Fire all timers of one kind that are due now; those set meanwhile have to wait for the next round."""
-        heap, due = self._heap, []
-        while heap and heap[0][0] == self.now_us and heap[0][1] == kind:
-            due.append(heapq.heappop(heap)[4])
+        heap = self._heap
+        key, _, timer = heappop(heap)
+        due = [timer]
+        while heap and heap[0][0] == key:
+            due.append(heappop(heap)[2])
+        if self._seed is not None and len(due) > 1:
+            due.sort(key=self._draw)  # timers of one owner stay in the order they were set
         for timer in due:
             # An earlier one may have canceled it.
             if timer.fire is not None:
                 timer.fire(None)
+
+    def _draw(self, timer: _Timer) -> int:
+        name = timer.owner if isinstance(timer.owner, str) else getattr(timer.owner, "name", "main")
+        return zlib.crc32(f"{self._seed}/{self.now_us}/{name}".encode())

@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from simulator.clock import VirtualClock
 
 __all__ = ["Entry", "Timeline"]
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """One event. ``at_us`` are microseconds since the start of the run."""
 
     at_us: int
