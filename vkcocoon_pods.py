@@ -253,6 +253,8 @@ class PodController:
     def _finish(self, record: _Pod) -> None:
         """Forget a pod that neither the API nor the provider has any more, and let its namesake begin."""
         record.finished = True
+        # Said again: the provider may have learned of the pod, or published it, after the reflector saw it go.
+        self._provider.vanished(record.uid)
         del self._pods[record.uid]
         self._publishers.forget(record.uid)
         line = self._lines[record.key]
