@@ -221,10 +221,11 @@ class Provider:
     def _track(self, pod: Pod) -> TrackedPod:
         """The entry of this incarnation with the newest pod in it. A namesake of another UID loses its claim (P3)."""
         fresh = TrackedPod.of(pod)
-        if not fresh.spec.vm_name:
-            raise NotOurs(f"annotation {ANNOTATION_VM_NAME} is missing: it names the VM this pod stands for")
         if (entry := self._pods.get(fresh.uid)) is not None:
             entry.update(pod)
+        if not (entry or fresh).spec.vm_name:
+            raise NotOurs(f"annotation {ANNOTATION_VM_NAME} is missing: it names the VM this pod stands for")
+        if entry is not None:
             return entry
         if (former := self._pods.find(fresh.key)) is not None:
             log.warning("pod replaced by a namesake before its deletion was seen", pod=fresh.key, uid=former.uid)

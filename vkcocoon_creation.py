@@ -36,6 +36,8 @@ class Creation:
         spec = entry.spec
         spec.check_name()
         with self._work.locks.held(spec.vm_name):
+            if spec.managed and (rival := self._pods.rival(entry)) is not None:
+                raise SpecError(f"VM {spec.vm_name} belongs to pod {rival.key}; two pods cannot stand for one VM")
             if not spec.managed:
                 vm, budget = self._unmanaged_vm(entry), None
             elif spec.macos:
@@ -68,6 +70,7 @@ class Creation:
 
     def _macos_vm(self, entry: TrackedPod) -> VM:
         name = entry.spec.vm_name
+        entry.committed = True
         display = self._vnc.claim(name, entry.spec.annotations.get(ANNOTATION_VNC_PORT, ""))
         vm, alive = self._qemu.bring_up(entry.spec.macos_spec(display))
         if alive:
@@ -84,6 +87,7 @@ class Creation:
 
         A name that is taken is our own earlier attempt, unless another pod holds it: adopted, never removed.
         """
+        entry.committed = True
         try:
             vm = make()
         except CommandError as error:

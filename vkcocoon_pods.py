@@ -325,7 +325,10 @@ class PodController:
         if record.handed is None or record.update_failed or self._differs(record.handed, pod):
             # Noted before the attempt: after a failed one, going back to the pod it had before is a change, too.
             record.handed, record.update_failed = pod, True
-            self._ask(record, "Update", provider.update_pod, pod)
+            try:
+                self._ask(record, "Update", provider.update_pod, pod)
+            except NotOurs as reason:
+                self._refused(record, pod, reason)
             record.update_failed = False
 
     def _put_first(self, record: _Pod) -> None:
@@ -341,13 +344,16 @@ class PodController:
             self._ask(record, "Create", self._provider.create_pod, pod)
         except NotOurs as reason:
             record.create_failed = False
-            record.not_ours = pod
-            log.info("the pod is not ours", pod=record.key, why=str(reason))
-            self._recorder.event(pod, "Warning", "NotOurs", str(reason))
+            self._refused(record, pod, reason)
             return
         record.create_failed = False
         record.handed = pod
         self._recorder.event(pod, "Normal", "ProviderCreateSuccess", "the pod was brought up")
+
+    def _refused(self, record: _Pod, pod: Object, reason: NotOurs) -> None:
+        record.not_ours = pod
+        log.info("the pod is not ours", pod=record.key, why=str(reason))
+        self._recorder.event(pod, "Warning", "NotOurs", str(reason))
 
     def _delete(self, record: _Pod) -> None:
         """VM first, then the last status, then the object: K7."""

@@ -31,11 +31,14 @@ class Removal:
         self._vnc = vnc
 
     def remove(self, entry: TrackedPod) -> None:
-        """Everything of a pod that is being deleted; waits for whatever is going on with its VM."""
+        """Everything of a pod that is being deleted; waits for whatever is going on with its VM. A pod that only
+        named the VM of another leaves it alone, and what was saved of it too."""
         if not entry.spec.managed or not entry.spec.vm_name:
             return
         with self._work.locks.held(entry.spec.vm_name):
-            if entry.spec.macos:
+            if entry.vm is None and (rival := self._work.pods.rival(entry)) is not None:
+                log.warning("the VM of that name stays: it is another pod's", pod=entry.key, holder=rival.key)
+            elif entry.spec.macos:
                 self._remove_macos(entry)
             else:
                 self._remove_vm(entry)
@@ -68,7 +71,7 @@ class Removal:
             self.destroy(vm.id)
             self.release_leases(vm)
             entry.vm = None
-        if not entry.spec.keep_snapshot:
+        if not entry.spec.keep_snapshot and self._work.pods.rival(entry) is None:
             self._drop_snapshot(entry.spec.vm_name)
 
     def _remove_macos(self, entry: TrackedPod) -> None:

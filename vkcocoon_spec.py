@@ -38,6 +38,8 @@ KEEP_SNAPSHOT = "vm.cocoonstack.io/keep-snapshot-on-delete"
 FORK_FROM = "vm.cocoonstack.io/fork-from"
 CLONE_FROM_DIR = "vm.cocoonstack.io/clone-from-dir"
 
+_IDENTITY = (ANNOTATION_VM_NAME, OS)
+
 # cocoon refuses a longer name only after work was done; we say so before.
 _VM_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 _QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(Ki|Mi|Gi|Ti|Pi|Ei|n|u|m|k|M|G|T|P|E|[eE][+-]?\d+)?", re.ASCII)
@@ -69,6 +71,12 @@ class PodSpec:
         containers = (pod.get("spec") or {}).get("containers") or [{}]
         resources = containers[0].get("resources") or {}
         return cls(annotations.get(ANNOTATION_VM_NAME, "").strip(), annotations, resources)
+
+    def with_identity_of(self, former: PodSpec) -> PodSpec:
+        """The same wishes for the VM that ``former`` named: a VM cannot be renamed, nor become one of another tool."""
+        annotations = {key: text for key, text in self.annotations.items() if key not in _IDENTITY}
+        annotations |= {key: former.annotations[key] for key in _IDENTITY if key in former.annotations}
+        return PodSpec(former.vm_name, annotations, self.resources)
 
     def flag(self, key: str) -> bool:
         """Booleans of the contract: exactly ``true`` is true, everything else is false."""

@@ -17,8 +17,8 @@ from vkcocoon_ports import Workplace
 from vkcocoon_probes import spawn
 from vkcocoon_removal import Removal
 from vkcocoon_setup import GuestSetup
-from vkcocoon_spec import PodSpec
-from vkcocoon_status import ANNOTATION_ID, IntentState, pod_key
+from vkcocoon_spec import PodSpec, SpecError
+from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, IntentState
 from vkcocoon_tracking import Pod, TrackedPod
 from vkcocoon_vms import VM, CommandError
 
@@ -56,9 +56,9 @@ class Startup:
         pods, _ = list_all(self._work.ports.kube, "/api/v1/pods", field_selector=selector)
         records = self._runtime.list()
         adoptions = Group()
-        for pod in pods:
-            if PodSpec.of(pod).vm_name and (pod.get("status") or {}).get("phase") not in ("Succeeded", "Failed"):
-                spawn(adoptions, f"adopt {pod_key(pod)}", self._adopt, pod, records)
+        ours = [pod for pod in pods if PodSpec.of(pod).vm_name and not _ended(pod)]
+        for entry in [self._track(pod) for pod in sorted(ours, key=_claim)]:
+            spawn(adoptions, f"adopt {entry.key}", self._adopt, entry, records)
         adoptions.join()
         names = {PodSpec.of(pod).vm_name for pod in pods}
         bound = {entry.vm.id for entry in self._pods if entry.vm is not None}
@@ -66,18 +66,27 @@ class Startup:
             if record.id not in bound and record.name not in names:
                 self._orphan(record)
 
-    def _adopt(self, pod: Pod, records: list[VM]) -> None:
-        entry = self._track(pod)
-        if not entry.spec.managed:
-            return self._create(pod)
+    def _adopt(self, entry: TrackedPod, records: list[VM]) -> None:
+        """What is not adopted stays tracked, so that its VM name stays its own until `create_pod` is called for it."""
+        try:
+            if not entry.spec.managed:
+                self._create(entry.pod)
+            elif self._pods.rival(entry) is None:
+                self._adopt_own(entry, records)
+        except (SpecError, CommandError) as error:  # published, told by an Event, and tried again with the others
+            log.info("pod could not be adopted", pod=entry.key, error=str(error))
+
+    def _adopt_own(self, entry: TrackedPod, records: list[VM]) -> None:
         vm = self._live_macos(entry) if entry.spec.macos else _record_of(entry, records)
-        if vm is not None and entry.terminating:
+        holder = self._pods.holder_of(vm.id) if vm is not None else None
+        if holder is not None:
+            log.warning("VM is another pod's", pod=entry.key, holder=holder.key)
+        elif vm is not None and entry.terminating:
             entry.vm = vm  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
         elif vm is not None:
             self._setup.bind(entry, vm, None, "adopt")
-        elif not self._adopt_hibernated(entry):
-            self._pods.drop(entry)  # nothing of it runs: `create_pod` will be called for it
-        return None
+        else:
+            self._adopt_hibernated(entry)
 
     def _live_macos(self, entry: TrackedPod) -> VM | None:
         """A macOS guest that runs is adopted; on any doubt `create_pod` decides, which never runs a second one."""
@@ -87,19 +96,18 @@ class Startup:
             return None
         return record if self._macos.alive(record) else None
 
-    def _adopt_hibernated(self, entry: TrackedPod) -> bool:
+    def _adopt_hibernated(self, entry: TrackedPod) -> None:
         """A hibernated pod has no VM on purpose; an interrupted hibernate is done when its snapshot is there."""
         if entry.terminating or entry.intent.state not in (IntentState.HIBERNATED, IntentState.HIBERNATING):
-            return False
+            return
         if entry.intent.state is IntentState.HIBERNATING:
             try:
                 self._runtime.snapshot_inspect(entry.spec.vm_name)
             except CommandError:
-                return False
-        entry.hibernated = True
+                return
+        entry.hibernated = entry.committed = True
         entry.set_intent(IntentState.HIBERNATED)
         self._publication.publish(entry)
-        return True
 
     def _orphan(self, record: VM) -> None:
         """A VM that no pod asks for: somebody's work, so only the policy that says so removes it (D1)."""
@@ -113,6 +121,18 @@ class Startup:
             self._removal.release_leases(record)
         except CommandError as error:
             log.warning("orphan VM could not be removed", vm=record.name, error=str(error))
+
+
+def _ended(pod: Pod) -> bool:
+    return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
+
+
+def _claim(pod: Pod) -> tuple[bool, str, str]:
+    """Of several pods that name one VM, first the one that had it, then the oldest."""
+    metadata = pod["metadata"]
+    annotations = metadata.get("annotations") or {}
+    hibernated = annotations.get(ANNOTATION_LIFECYCLE_STATE) in (IntentState.HIBERNATED, IntentState.HIBERNATING)
+    return not (hibernated or annotations.get(ANNOTATION_ID)), metadata.get("creationTimestamp", ""), metadata["uid"]
 
 
 def _record_of(entry: TrackedPod, records: list[VM]) -> VM | None:

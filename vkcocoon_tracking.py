@@ -76,6 +76,7 @@ class TrackedPod:
     annotations: Mapping[str, str | None] | None = None
     conflicted: bool = False  # withheld from Ready because another pod is published Ready on its address
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
+    committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False
     restarts: int = 0
     stop: Event = field(default_factory=Event)  # set when it is forgotten; its background greenlets wait on it
@@ -114,7 +115,11 @@ class TrackedPod:
 
     def update(self, pod: Pod) -> None:
         """The newest pod of this incarnation; a newer generation is observed by whatever intent there is."""
-        self.pod, self.spec = pod, PodSpec.of(pod)
+        asked = PodSpec.of(pod)
+        spec = asked.with_identity_of(self.spec) if self.committed else asked
+        if (spec.vm_name, spec.os) != (asked.vm_name, asked.os):
+            log.warning("a living pod keeps its VM", pod=self.key, vm=spec.vm_name, asked=asked.vm_name, os=asked.os)
+        self.pod, self.spec = pod, spec
         if self.spec.generation > self.intent.generation:
             self.intent = replace(self.intent, generation=self.spec.generation)
 
@@ -187,6 +192,15 @@ class PodTable:
     def holder_of(self, vm_id: str) -> TrackedPod | None:
         """The pod that is bound to this VM."""
         return next((entry for entry in self._pods.values() if entry.vm is not None and entry.vm.id == vm_id), None)
+
+    def rival(self, entry: TrackedPod) -> TrackedPod | None:
+        """The other pod that asked for a VM of this name first and is still here; a name is one VM, and one pod's."""
+        for other in self._pods.values():
+            if other is entry:
+                return None
+            if other.spec.managed and other.spec.vm_name == entry.spec.vm_name:
+                return other
+        return None
 
     def close(self) -> None:
         """From now on nothing is held: what is in flight ends without a trace."""

@@ -47,7 +47,7 @@ class Invariants:
         if ready:
             yield from self._ready_problems(key, status, ip, managed)
             self._ready[key] = (ip, managed)
-        if _lifecycle(pod) == "ready" != _lifecycle(old) and not _true(status, LIFECYCLE_READY):
+        if old and _lifecycle(pod) == "ready" != _lifecycle(old) and not _true(status, LIFECYCLE_READY):
             yield "status before annotation", "the ready annotation is visible before a status with ready intent"
 
     def _ready_problems(self, key: str, status: Object, ip: str, managed: bool) -> Iterable[tuple[str, str]]:
