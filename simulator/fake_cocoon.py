@@ -21,6 +21,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from simulator.chance import branch
 from simulator.fake_tools import Call, Host, Killed, Knob, Machine, Outcome, Parsed, Refusal, Step, Tool, Verb, pretty
 
 __all__ = ["FakeCocoon"]
@@ -280,7 +281,7 @@ class FakeCocoon(Tool):
 
     def _new_record(self, parsed: Parsed, hypervisor: str, config: Record, default_name: str) -> Record:
         """A placeholder. Raises Refusal for what is refused before anything is made."""
-        identifier = self._new_id()
+        identifier = self._new_id(parsed["name"])
         name = parsed["name"] or default_name + identifier[:8].lower()
         if not VM_NAME.fullmatch(name):
             raise Refusal(f'invalid VM name "{name}": must match ^{VM_NAME.pattern}$')
@@ -367,8 +368,8 @@ class FakeCocoon(Tool):
 
     def _nic(self, record: Record, index: int, network: str, bridge: str = "") -> Record:
         """A fresh network card: a new MAC every time, whatever the VM was made from."""
-        identifier, host = record["id"], self.host
-        mac = "0a:58:" + ":".join(f"{host.rng.getrandbits(8):02x}" for _ in range(4))
+        identifier, rng = record["id"], branch(self.host.rng, "mac", record["config"]["name"])
+        mac = "0a:58:" + ":".join(f"{rng.getrandbits(8):02x}" for _ in range(4))
         queues = {"mac": mac, "num_queues": 2 * record["config"]["cpu"], "queue_size": 512}
         if bridge:
             return {"tap": f"bt{identifier[:8]}-{index}", **queues, "backend": "bridge", "bridge_dev": bridge}
@@ -556,7 +557,7 @@ class FakeCocoon(Tool):
         copied = ("cpu", "memory", "storage", "image", "image_digest", "image_type", "network", "windows")
         return {
             **{key: record["config"][key] for key in copied if key in record["config"]},
-            "id": self._new_id(),
+            "id": self._new_id(name),
             "name": name,
             "image_blob_ids": {record["config"]["image_digest"].removeprefix("sha256:")[:8]: {}},
             "hypervisor": record["hypervisor"],
@@ -589,11 +590,11 @@ class FakeCocoon(Tool):
 
     def _imported_snapshot(self, name: str) -> Record:
         windows = {"windows": True} if WINDOWS.search(name) else {}
-        digest = f"sha256:{self.host.rng.getrandbits(256):064x}"
+        digest = f"sha256:{branch(self.host.rng, 'image', name).getrandbits(256):064x}"
         return {
             **{"cpu": 2, "memory": 4 * UNITS["G"], "storage": 20 * UNITS["G"], **windows},
             **{"image": name, "image_digest": digest, "image_type": "oci", "image_blob_ids": {}},
-            **{"id": self._new_id(), "name": name, "network": "", "nics": 1, "hypervisor": "cloud-hypervisor"},
+            **{"id": self._new_id(name), "name": name, "network": "", "nics": 1, "hypervisor": "cloud-hypervisor"},
             **{"created_at": self._now(), "vm": "", "pending": False},
         }
 
@@ -637,7 +638,7 @@ class FakeCocoon(Tool):
 
     def _new_image(self, ref: str) -> Record:
         kind = "cloudimg" if ref.startswith(("http://", "https://")) or WINDOWS.search(ref) else "oci"
-        digest = f"sha256:{self.host.rng.getrandbits(256):064x}"
+        digest = f"sha256:{branch(self.host.rng, 'image', ref).getrandbits(256):064x}"
         return {"id": digest, "name": ref, "type": kind, "size": 2 * UNITS["G"], "created_at": self._now()}
 
     def _image(self, ref: str) -> Record:
@@ -726,7 +727,7 @@ class FakeCocoon(Tool):
         if self.daemon:
             for record in [each for each in records if self._state(each) == STALE]:
                 self._change(record["id"], "unexpected-exit", state="stopped", pid=0, stopped_at=self._now())
-        self.host.rng.shuffle(records)
+        branch(self.host.rng, "order").shuffle(records)
         return {record["id"]: self._seen(record, before.get(record["id"])) for record in records}
 
     def _seen(self, record: Record, before: _Seen | None) -> _Seen:
@@ -809,8 +810,8 @@ class FakeCocoon(Tool):
     def _lease_key(self, identifier: str) -> str:
         return f"{self.PROGRAM}/leases/{identifier}"
 
-    def _new_id(self) -> str:
-        return "".join(self.host.rng.choices(ID_LETTERS, k=ID_LENGTH))
+    def _new_id(self, name: str = "") -> str:
+        return "".join(branch(self.host.rng, "id", name).choices(ID_LETTERS, k=ID_LENGTH))
 
     def _now(self) -> str:
         return self.host.now().isoformat()

@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 from gevent.event import Event
 
+from simulator.chance import Chance
 from vkcocoon_kube import ApiError
 from vkcocoon_probes import Clock
 
 __all__ = ["Failure", "Gate", "Hold", "Match", "Request"]
 
-# With a seed, each way of a request takes up to this long: what moves greenlets against each other.
-_JITTER_S = 0.002
+JITTER_S = 0.002  # what moves greenlets against each other
 
 
 class Request(NamedTuple):
@@ -115,6 +115,7 @@ class Gate:
         self.down = False
         self.latency: Delay = 0.0
         self.watch_delay: Delay = 0.0
+        self.jitter_s = JITTER_S  # with a seed, each way of a request takes up to this long
         self.failures: list[Failure] = []
         self.holds: list[Hold] = []
         self.clock = clock
@@ -142,17 +143,19 @@ class Gate:
 
     def event_delay(self, request: Request) -> float:
         """Seconds until a change reaches the watch that ``request`` opened."""
-        return _seconds(self.watch_delay, request) + self._jitter()
+        return _seconds(self.watch_delay, request) + self._jitter(request)
 
-    def _jitter(self) -> float:
-        return 0.0 if self._rng is None else self._rng.uniform(0, _JITTER_S)
+    def _jitter(self, request: Request) -> float:
+        if isinstance(self._rng, Chance):  # by request and instant, whatever else is under way
+            return self.jitter_s * self._rng.unit(request, self.clock.monotonic())
+        return 0.0 if self._rng is None else self._rng.uniform(0, self.jitter_s)
 
     def _refuse_when_down(self) -> None:
         if self.down:
             raise ApiError(0, "ConnectionRefused", "the API server does not answer: connection refused")
 
     def _travel(self, request: Request) -> None:
-        seconds = _seconds(self.latency, request) / 2 + self._jitter()
+        seconds = _seconds(self.latency, request) / 2 + self._jitter(request)
         if seconds > 0:
             self.clock.sleep(seconds)
 

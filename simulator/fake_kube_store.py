@@ -23,6 +23,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, NamedTuple
 
 from simulator import fake_kube_rules as rules
+from simulator.chance import branch
 from simulator.fake_kube_patch import PatchError, json_patch, merge_patch, strategic_merge
 from simulator.fake_kube_resources import (
     RESOURCES,
@@ -349,7 +350,7 @@ class Store:
         kept["name"] = target.name
         if target.namespace:
             kept["namespace"] = target.namespace
-        return {**kept, "uid": self._uid(), "creationTimestamp": self._timestamp()}
+        return {**kept, "uid": self._uid(target), "creationTimestamp": self._timestamp()}
 
     def _write(self, target: Target, old: Object, new: Object, options: WriteOptions) -> Object:
         """Preconditions, rules and generation of an update, then the commit."""
@@ -437,8 +438,8 @@ class Store:
 
     # Small parts -----------------------------------------------------------------------------------------------------
 
-    def _uid(self) -> str:
-        return str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
+    def _uid(self, target: Target) -> str:
+        return str(uuid.UUID(int=branch(self._rng, "uid", target.label).getrandbits(128), version=4))
 
     def _generated_name(self, prefix: str) -> str:
         return prefix + "".join(self._rng.choices(_NAME_LETTERS, k=5)) if prefix else ""

@@ -29,6 +29,7 @@ from gevent.event import Event
 from gevent.pool import Group
 from gevent.pywsgi import WSGIServer
 
+from simulator.chance import branch
 from vkcocoon_net import LeaseReleaseError, is_unicast_ipv4, normalize_mac
 from vkcocoon_probes import Clock, spawn
 
@@ -100,7 +101,7 @@ class FakeCocoonNet:
         """
         mac = _checked(mac)
         known = self._leases.get(mac)
-        ip = known.ip if known and self._clock.now() < known.expiry else self._free_address()
+        ip = known.ip if known and self._clock.now() < known.expiry else self._free_address(mac)
         if ip:
             self.lease(mac, ip)
         return ip
@@ -118,10 +119,13 @@ class FakeCocoonNet:
         row = self._leases.get(_checked(mac))
         return row.ip if row else ""
 
-    def _free_address(self) -> str:
-        taken = {row.ip for row in self._leases.values()}
+    def _free_address(self, mac: str) -> str:
+        taken, rng = {row.ip for row in self._leases.values()}, branch(self._rng, "address", mac)
+        # Mostly not what is left over by the others, so that they do not matter for what this one gets.
+        if (first := rng.choice(self._pool)) not in taken:
+            return first
         free = [ip for ip in self._pool if ip not in taken]
-        return self._rng.choice(free) if free else ""
+        return rng.choice(free) if free else ""
 
     # What the provider does ---------------------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+from simulator.chance import branch
 from simulator.fake_tools import Call, Host, Killed, Knob, Machine, Outcome, Parsed, Refusal, Step, Tool, Verb, pretty
 
 __all__ = ["QEMU", "FakeCocoonMacos"]
@@ -109,7 +110,8 @@ class FakeCocoonMacos(Tool):
     def add_image(self, ref: str) -> None:
         """Makes an image local without pulling it."""
         with self.host.storage.edit(self.key("images"), dict) as images:
-            images[ref] = {"name": ref, "digest": f"sha256:{self.host.rng.getrandbits(256):064x}"}
+            digest = branch(self.host.rng, "image", ref).getrandbits(256)
+            images[ref] = {"name": ref, "digest": f"sha256:{digest:064x}"}
 
     def command_line(self, name: str) -> tuple[str, ...]:
         """QEMU's command line for the record as it is. Raises KeyError."""
@@ -279,7 +281,7 @@ class FakeCocoonMacos(Tool):
     # Records and processes
 
     def _new_record(self, name: str, image: Record, parsed: Parsed) -> Record:
-        rng = self.host.rng
+        rng = branch(self.host.rng, "macos record", name)
         vmid = "".join(rng.choices(ID_LETTERS, k=ID_LENGTH))
         directory, firmware = self._directory(name), f"{self.host.macos_root}/firmware"
         own_opencore = {"opencore": f"{directory}/OpenCore.qcow2"} if parsed["random-smbios"] else {}

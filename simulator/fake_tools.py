@@ -21,6 +21,8 @@ from datetime import datetime
 from random import Random
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
 
+from simulator.chance import branch
+
 __all__ = [
     "Call",
     "Failed",
@@ -464,7 +466,7 @@ class Tool:
         names = self.names(parsed)
         self._note(parsed.verb.name, names, arguments)
         call = Call(self, self.faults.take(parsed.verb.name, names))
-        self._spend_latency()
+        self._spend_latency(parsed.verb.name, *names[:1])
         return parsed, call
 
     def perform(self, parsed: Parsed, call: Call) -> Outcome:
@@ -487,10 +489,11 @@ class Tool:
         entry = {"at": self.host.now().isoformat(), "verb": verb, "names": list(names), "argv": list(arguments)}
         self.host.storage.append(self.key("calls"), entry)
 
-    def _spend_latency(self) -> None:
+    def _spend_latency(self, *subject: str) -> None:
         most = self.most_latency_s
         if most > 0:
-            self.host.sleep(self.host.rng.uniform(min(self.least_latency_s, most), most))
+            rng = branch(self.host.rng, "latency", *subject)
+            self.host.sleep(rng.uniform(min(self.least_latency_s, most), most))
 
 
 class Call:

@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from gevent.event import Event
 
+from simulator.chance import Chance
 from simulator.clock import VirtualClock
 from simulator.fake_cocoon import FakeCocoon
 from simulator.fake_leases import FakeCocoonNet
@@ -191,7 +192,7 @@ class Guest:
         if self._machine.static_ip:
             self._use(self._machine.static_ip)
             return True
-        wait_s = self.spec.lease_s
+        wait_s = self.spec.lease_s + self._host.jitter(self.name, "lease")
         while not self._host.clock.wait(stop, wait_s):
             if not self.mac:  # no network card, no address, ever
                 self._host.clock.wait(stop, None)
@@ -452,7 +453,8 @@ class FakeHost:
     """One host: tools, processes, guests and their network. `record` is told of everything that happens here.
 
     `specs` says how the guest of a VM name behaves from its next creation on. `jitter_s` is the most that a call of a
-    tool takes by itself, drawn from `rng`: without it everything happens at exact instants.
+    tool takes by itself, drawn from `rng`; an answer of a guest, too, if `rng` is a Chance. Without it everything
+    happens at exact instants.
     """
 
     root = "/var/lib/cocoon"
@@ -475,6 +477,7 @@ class FakeHost:
         self._by_ip: dict[str, list[Guest]] = {}
         self._table: dict[int, Process] = {}
         self._next_pid = itertools.count(FIRST_PID)
+        self._jitter_s = jitter_s
         self.pinger = FakePinger(self)
         self.cocoon = _Cocoon(self)
         self.macos = _CocoonMacos(self)
@@ -631,10 +634,15 @@ class FakeHost:
 
     def travel(self, guest: Guest, deadline: Remaining) -> bool:
         """One round trip to a guest; False when the deadline comes first. Always a switch of greenlets, as in life."""
-        if guest.spec.latency_s > deadline.remaining():
+        seconds = guest.spec.latency_s + self.jitter(guest.name)
+        if seconds > deadline.remaining():
             return False
-        self.clock.sleep(guest.spec.latency_s)
+        self.clock.sleep(seconds)
         return True
+
+    def jitter(self, *about: str) -> float:
+        """What something takes by itself at this instant, in seconds."""
+        return self._jitter_s * self.rng.unit(*about, self.clock.now_us) if isinstance(self.rng, Chance) else 0.0
 
     def move(self, guest: Guest, old: str, new: str) -> None:
         """A guest changes its address; "" = none."""

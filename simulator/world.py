@@ -13,13 +13,13 @@ seed, so that one fake drawing more does not shift the others.
 
 from __future__ import annotations
 
-import random
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from simulator.chance import Chance
 from simulator.clock import VirtualClock
 from simulator.fake_kube import FakeKube
 from simulator.fake_kube_resources import Target
@@ -40,6 +40,7 @@ from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
 __all__ = ["World", "example_pod"]
 
 NODE = "sim-node"
+JITTER_S = 0.002  # with a seed: the most that a call, a packet or a message takes by itself
 NODE_IP = "192.0.2.10"
 HOST = Host(cpus=64, memory=256 * 2**30, storage=4 * 2**40, storage_available=3 * 2**40, address=NODE_IP)
 
@@ -80,26 +81,28 @@ def example_pod(
 class World:
     """One node and everything around it. Without a seed nothing takes time that was not asked to."""
 
-    def __init__(self, seed: int | None = None, **settings: Any) -> None:
+    def __init__(self, seed: int | None = None, *, jitter_s: float | None = None, **settings: Any) -> None:
+        if jitter_s is None:
+            jitter_s = 0.0 if seed is None else JITTER_S
         self.seed = seed
+        self.chance = Chance(seed)
         self.clock = VirtualClock(seed)
         self.timeline = Timeline(self.clock)
         self._directory = tempfile.TemporaryDirectory(prefix="vk-cocoon-sim-")
         lease_path = Path(self._directory.name) / "leases.json"
-        self.leases = FakeCocoonNet(lease_path, self.clock, rng=self.rng("leases"))
+        self.leases = FakeCocoonNet(lease_path, self.clock, rng=self.chance.of("leases"))
         self.leases.start()
-        self.host = FakeHost(self.clock, rng=self.rng("vms"), leases=self.leases, record=self.timeline.record)
-        self.kube = FakeKube(self.clock, rng=None if seed is None else self.rng("kube"))
+        self.host = FakeHost(
+            self.clock, rng=self.chance.of("vms"), leases=self.leases, record=self.timeline.record, jitter_s=jitter_s
+        )
+        self.kube = FakeKube(self.clock, rng=self.chance.of("kube"))
+        self.kube.gate.jitter_s = jitter_s
         self.kube.store.on_change.append(self._watch_pod)
         self.invariants = Invariants(self.kube.store, self._broken)
         defaults: dict[str, Any] = {"node_name": NODE, "node_ip": NODE_IP, "leases_path": str(lease_path)}
         self.settings = Settings(**defaults | settings)
         self.daemon: Daemon | None = None
         self._starts = 0
-
-    def rng(self, purpose: str) -> random.Random:
-        """The stream of randomness for one purpose."""
-        return random.Random(f"{self.seed}/{purpose}")
 
     def __enter__(self) -> World:
         self.start()
