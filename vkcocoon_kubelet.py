@@ -14,7 +14,7 @@ who may ask. Names are resolved when a request comes, so a pod that was made aga
 followed belongs to one VM of one incarnation and ends with it.
 
 Long pages are made in parts with a turn for everybody else between them, because there are probes to send.
-`vkcocoon_daemon.serve` makes one `Kubelet`; it owns its server, and the streams that server sends.
+`vkcocoon_service.serve` makes one `Kubelet`; it owns its server, and the streams that server sends.
 """
 
 from __future__ import annotations
@@ -151,8 +151,9 @@ class Kubelet:
         logs: Logs,
         reviews: KubeApi,
         exposition: Callable[[], bytes] = lambda: b"",
-        stats: Stats | None = None,
         limits: Limits = LIMITS,
+        proc: str = "/proc",
+        cgroup: str = "/sys/fs/cgroup",
     ) -> None:
         self.address: tuple[str, int] = ("", settings.kubelet_port)
         self._settings = settings
@@ -160,7 +161,6 @@ class Kubelet:
         self._held = held
         self._assigned = assigned
         self._logs = logs
-        self._exposition = exposition
         self._limits = limits
         self._certificates = Certificates(
             settings.tls_cert,
@@ -170,7 +170,18 @@ class Kubelet:
             clock=clock,
         )
         self._access = None if settings.kubelet_auth == "off" else Access(reviews, clock, settings.node_name)
-        self._stats = stats or Stats(clock, self._subjects, parent=settings.cocoon_cgroup_parent)
+        self._stats = Stats(clock, self._subjects, parent=settings.cocoon_cgroup_parent, proc=proc, cgroup=cgroup)
+        self._pages: dict[str, Callable[[_Request], _Answer]] = {
+            "healthz": lambda _: _Answer(TEXT, [b"ok"]),
+            "healthz/ping": lambda _: _Answer(TEXT, [b"ok"]),
+            "metrics": lambda _: _Answer(EXPOSITION, [exposition()]),
+            "metrics/cadvisor": lambda _: _Answer(EXPOSITION, []),
+            "metrics/probes": lambda _: _Answer(EXPOSITION, []),
+            "metrics/resource": lambda _: self._page(EXPOSITION, resource_metrics(self._stats.sample())),
+            "pods": lambda _: self._page(JSON, self._pod_list()),
+            "runningpods": lambda _: self._page(JSON, self._running_pods()),
+            "stats/summary": self._summary,
+        }
         self._streams: list[Stream] = []
         self._server: BoundedServer | None = None
 
@@ -221,22 +232,11 @@ class Kubelet:
         if first == "containerLogs":
             self._only_get(request)
             return self._container_logs(request)
-        make = self._pages().get("/".join(request.segments))
-        if make is None and first != "healthz":
+        make = self._pages.get("/".join(request.segments))
+        if make is None:
             raise _Refused(HTTPStatus.NOT_FOUND, "404 page not found")
         self._only_get(request)
-        return make(request) if make else _Answer(TEXT, [b"ok"])
-
-    def _pages(self) -> dict[str, Callable[[_Request], _Answer]]:
-        return {
-            "pods": lambda _: self._page(JSON, self._pod_list()),
-            "runningpods": lambda _: self._page(JSON, self._running_pods()),
-            "stats/summary": self._summary,
-            "metrics/resource": lambda _: self._page(EXPOSITION, resource_metrics(self._stats.sample())),
-            "metrics": lambda _: _Answer(EXPOSITION, [self._exposition()]),
-            "metrics/cadvisor": lambda _: _Answer(EXPOSITION, []),
-            "metrics/probes": lambda _: _Answer(EXPOSITION, []),
-        }
+        return make(request)
 
     def _only_get(self, request: _Request) -> None:
         if request.method != "GET":

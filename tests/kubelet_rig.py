@@ -5,6 +5,7 @@ about clients, a simulated host with VMs in it whose time goes on by itself, and
 import datetime
 import ipaddress
 import json
+import shutil
 import socket
 import ssl
 import struct
@@ -151,6 +152,7 @@ class KubeletRig:
         self.kube.tokens["good"] = {"username": "system:serviceaccount:kube-system:metrics-server", "groups": ["sa"]}
         self.held = HeldPods()
         self.assigned = None
+        self.files = HostFiles(directory / "host")
         self.host = Rig(directory)
         self.cocoon = self.host.cocoon
         self.cli = CocoonCLI("cocoon", execute=self.cocoon.execute, output=self.host.host.output, clock=self.host.clock)
@@ -159,7 +161,7 @@ class KubeletRig:
         self._greenlets = Group()
         self._stop = Event()
 
-    def start(self, *, limits=LIMITS, stats=None, exposition=lambda: b"", **settings):
+    def start(self, *, limits=LIMITS, exposition=lambda: b"", **settings):
         """Serve; `settings` as in Settings."""
         chosen = {"kubelet_client_ca": self.authority.path, "kubelet_port": free_port(), "node_ip": NODE_IP}
         chosen |= {"tls_cert": str(self.directory / "none.crt"), "tls_key": str(self.directory / "none.key")}
@@ -172,8 +174,9 @@ class KubeletRig:
             logs=self._read_logs,
             reviews=self.kube,
             exposition=exposition,
-            stats=stats or Stats(self.clock, lambda: (), parent="cocoon.slice"),
             limits=limits,
+            proc=str(self.files.proc),
+            cgroup=str(self.files.cgroup),
         )
         self.kubelet.start()
         return self
@@ -310,3 +313,63 @@ class Answer:
 def free_port():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         return listener.getsockname()[1]
+
+
+# A host's files ---------------------------------------------------------------------------------------------------
+
+BOOTED = 1_700_000_000  # seconds of the epoch
+
+
+class HostFiles:
+    """/proc and the cgroups of a host with VMs, in a directory: what Stats reads, and nothing more."""
+
+    def __init__(self, directory):
+        self.proc, self.cgroup = directory / "proc", directory / "cgroup"
+        self.write(
+            "proc/stat", f"cpu  1000 100 500 90000 800 20 30 50 400 0\ncpu0 1 2 3\nbtime {BOOTED}\nctxt 5\n", directory
+        )
+        self.memory(16_000_000, 4_000_000, 1_000_000)
+        self.interfaces({"lo": (0, 0)})
+
+    def write(self, path, content, directory=None):
+        path = (directory or self.proc.parent) / path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+
+    def memory(self, total, free, inactive):
+        """In KiB."""
+        self.write(
+            "proc/meminfo",
+            f"MemTotal:       {total} kB\nMemFree:        {free} kB\nMemAvailable:   {free + inactive} kB\n"
+            f"Inactive:       999 kB\nInactive(file): {inactive} kB\nHugePages_Total:       0\n",
+        )
+
+    def interfaces(self, rows, pid=None):
+        """`rows` are bytes received and sent, and errors, by interface, as the host sees them."""
+        head = "Inter-|   Receive                                                |  Transmit\n face |bytes\n"
+        lines = [
+            f"{name:>6}: {row[0]:7} 10 {row[2] if len(row) > 2 else 0} 0 0 0 0 0 "
+            f"{row[1]} 20 {row[3] if len(row) > 3 else 0} 0 0 0 0 0\n"
+            for name, row in rows.items()
+        ]
+        self.write(f"proc/{pid}/net/dev" if pid else "proc/net/dev", head + "".join(lines))
+
+    def process(self, pid, about, *, start=5000, user=150, system=50, pages=2048, state="S", name="cloud-hyperviso"):
+        """A process whose command line names a path in the directory `about`; start and times in ticks."""
+        fields = ["0"] * 50
+        fields[0] = state
+        fields[11], fields[12], fields[19], fields[21] = (str(each) for each in (user, system, start, pages))
+        self.write(f"proc/{pid}/stat", f"{pid} ({name}) {' '.join(fields)}\n")
+        self.write(f"proc/{pid}/cmdline", f"cloud-hypervisor\0--api-socket\0/run/ch/{about}/api.sock\0")
+
+    def end(self, pid):
+        shutil.rmtree(self.proc / str(pid))
+
+    def scope(self, vm_id, *, usage_us=None, pids=()):
+        where = f"cgroup/cocoon.slice/vm-{vm_id}.scope"
+        if usage_us is not None:
+            self.write(f"{where}/cpu.stat", f"usage_usec {usage_us}\nuser_usec 1\nsystem_usec 1\nnr_periods 0\n")
+        self.write(f"{where}/cgroup.procs", "".join(f"{pid}\n" for pid in pids))
+
+    def stats(self, clock, subjects):
+        return Stats(clock, subjects, parent="cocoon.slice", proc=str(self.proc), cgroup=str(self.cgroup))

@@ -4,6 +4,7 @@ H1 plain, followed, with every option, and for containers nobody knows. H2 a cli
 log that is followed ends with its pod. A pod that was made again is the new one.
 """
 
+import os
 import re
 
 import pytest
@@ -57,6 +58,18 @@ class TestPlain:
     def test_h1_with_times(self, rig):
         text = rig.ask(f"{LOG}?timestamps=true")[1]
         assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}Z cloud-hypervisor: .*\n", text)
+
+    def test_h1_times_count_from_the_start_of_the_hypervisor(self, rig):
+        rig.files.process(rig.pod.vm.pid, rig.pod.vm.id, start=50 * os.sysconf("SC_CLK_TCK"))
+        rig.host.clock.run(60)
+        rig.cocoon.add_log(VM, "a minute later")
+        lines = rig.ask(f"{LOG}?timestamps=true")[1].splitlines()
+        assert [line.split()[0] for line in lines] == [
+            "2023-11-14T22:14:10.000000000Z",
+            "2023-11-14T22:15:10.000000000Z",
+        ]
+        assert texts(rig.ask(f"{LOG}?sinceTime=2023-11-14T22:15:00Z")[1]) == ["a minute later"]
+        assert rig.ask(f"{LOG}?sinceSeconds=60") == (200, "")
 
     def test_h1_the_log_before_the_last_start_is_gone(self, rig):
         status, text = rig.ask(f"{LOG}?previous=true")
