@@ -200,7 +200,11 @@ class Watcher:
 
     def _disappointment(self, within: float, name: str, uid: str) -> str:
         seen = self.about(name, uid)
-        last = json.dumps(seen[-1].object, indent=1)[:6000] if seen else "nothing"
+        shown = {}
+        if seen:
+            metadata = {key: value for key, value in seen[-1].object["metadata"].items() if key != "managedFields"}
+            shown = {"type": seen[-1].type, "metadata": metadata, "status": seen[-1].object.get("status")}
+        last = json.dumps(shown, indent=1)[:6000]
         return f"not seen within {within:g} s among {len(seen)} events of {name or uid or 'all'}; last: {last}"
 
     def _list(self) -> str:

@@ -9,6 +9,7 @@ against the real control plane and once against the fake API server; the mark `r
 API server, or rights, or its storage. Without the directory on the command line nothing of this is collected.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -27,7 +28,10 @@ SCENARIO = re.compile(r"test_([NP]\d+)_(\w+?)(?:\[(.*)\])?$")
 SCENARIO_LIMIT_S = 300
 PODS = "/api/v1/pods"
 
+MEASURED = programs.ROOT / "build" / "e2e" / "measured.json"
+
 results = pytest.StashKey[list]()
+measurements = pytest.StashKey[list]()
 
 
 def pytest_addoption(parser):
@@ -38,6 +42,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     config.addinivalue_line("markers", "real(why): runs against the real control plane only")
     config.stash[results] = []
+    config.stash[measurements] = []
 
 
 def asked_for(config) -> bool:
@@ -100,6 +105,8 @@ def _host(plane, numbers, **how):
 
 def _close(host):
     host.stop()
+    # Silent nodes would pile up, and a cluster of mostly silent nodes evicts nothing any more.
+    host.plane.admin.send("DELETE", f"/api/v1/nodes/{host.name}")
     shutil.rmtree(host.home, ignore_errors=True)
 
 
@@ -146,6 +153,16 @@ def pods(plane):
     watcher.close()
 
 
+@pytest.fixture
+def measured(request, plane):
+    """Notes one measurement for the end of the run: `measured(what, result)`."""
+
+    def note(what: str, result: str) -> None:
+        request.config.stash[measurements].append({"against": plane.name, "what": what, "result": result})
+
+    return note
+
+
 # What is said -----------------------------------------------------------------------------------------------------
 
 
@@ -174,3 +191,9 @@ def pytest_terminal_summary(terminalreporter, config):
     for number, words, plane, outcome, seconds in rows:
         what = words.replace("_", " ")
         terminalreporter.write_line(f"{number:>4}  {outcome:<7} {plane or '':<5} {seconds:6.1f} s  {what}")
+    if noted := config.stash[measurements]:
+        terminalreporter.section("measured")
+        for each in noted:
+            terminalreporter.write_line(f"{each['against']:<5} {each['what']}: {each['result']}")
+        MEASURED.parent.mkdir(parents=True, exist_ok=True)
+        MEASURED.write_text(json.dumps(noted, indent=2) + "\n")

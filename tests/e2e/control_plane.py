@@ -39,7 +39,7 @@ ACCOUNT = "kube-system", "vk-cocoon"  # what the daemon runs as, from RBAC
 AUDIT = {
     "apiVersion": "audit.k8s.io/v1",
     "kind": "Policy",
-    "omitStages": ["RequestReceived", "ResponseStarted"],
+    "omitStages": ["RequestReceived"],
     "rules": [{"level": "Metadata"}],
 }
 

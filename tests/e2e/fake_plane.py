@@ -17,6 +17,7 @@ from tests.e2e.control_plane import UP_S, run_kubectl, until, write_kubeconfig
 class FakePlane:
     name = "fake"
     scheme = "http"
+    ca = None
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory

@@ -17,6 +17,7 @@ import ipaddress
 import json
 import os
 import signal
+import ssl
 import sys
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from simulator.fake_executables import LiveHost
 from simulator.fake_guests import tell
 from simulator.fake_vms import GuestSpec
 from simulator.live_world import GuestNetwork
-from tests.e2e.api import CLOCK, condition
+from tests.e2e.api import CLOCK, Api, condition
 from tests.e2e.control_plane import free_port, until
 from tests.e2e.link import Link
 
@@ -69,7 +70,7 @@ class Host:
         self.network = GuestNetwork(self.place, CLOCK)
         self.tools = LiveHost(home)
         self.settings: dict[str, str] = {}
-        self.metrics_port = free_port()
+        self.metrics_port, self.kubelet_port = free_port(), free_port()
         self.daemon = Daemon(self.environment, home / "vk-cocoon.log")
 
     def start(self, *, daemon: bool = True) -> None:
@@ -101,26 +102,33 @@ class Host:
 
     def environment(self) -> dict[str, str]:
         home = self.home
-        return namespaces.environment(
-            HOME=str(home),
-            KUBECONFIG=str(home / "kubeconfig"),
-            FAKE_COCOON_HOME=str(home),
-            VK_NODE_NAME=self.name,
-            VK_NODE_IP=self.place.gateway,
-            VK_LEASES_PATH=str(home / "leases.json"),
-            VK_COCOON_NET_CONTROL_SOCKET=str(home / "cocoon-net.sock"),
-            VK_COCOON_BIN=str(home / "bin/cocoon"),
-            VK_COCOON_MACOS_BIN=str(home / "bin/cocoon-macos"),
-            COCOON_ROOT_DIR=str(home),
-            VK_NODE_CPU="512",
-            VK_NODE_MEM="2Ti",
-            VK_NODE_STORAGE="64Ti",
-            VK_METRICS_ADDR=f"127.0.0.1:{self.metrics_port}",
-            VK_KUBELET_PORT=str(free_port()),
-            VK_LOG_FORMAT="text",
-            VK_LOG_LEVEL="debug",
-            **self.settings,
-        )
+        settings = {
+            "HOME": str(home),
+            "KUBECONFIG": str(home / "kubeconfig"),
+            "FAKE_COCOON_HOME": str(home),
+            "VK_NODE_NAME": self.name,
+            "VK_NODE_IP": self.place.gateway,
+            "VK_LEASES_PATH": str(home / "leases.json"),
+            "VK_COCOON_NET_CONTROL_SOCKET": str(home / "cocoon-net.sock"),
+            "VK_COCOON_BIN": str(home / "bin/cocoon"),
+            "VK_COCOON_MACOS_BIN": str(home / "bin/cocoon-macos"),
+            "COCOON_ROOT_DIR": str(home),
+            "VK_NODE_CPU": "512",
+            "VK_NODE_MEM": "2Ti",
+            "VK_NODE_STORAGE": "64Ti",
+            "VK_METRICS_ADDR": f"127.0.0.1:{self.metrics_port}",
+            "VK_KUBELET_PORT": str(self.kubelet_port),
+            "VK_KUBELET_CLIENT_CA": str(self.plane.ca or ""),
+            "VK_LOG_FORMAT": "text",
+            "VK_LOG_LEVEL": "debug",
+        }
+        return namespaces.environment(**settings | self.settings)
+
+    def kubelet(self, token: str = "") -> Api:
+        """The kubelet API as somebody reaches it who has a token and no certificate."""
+        tls = ssl.create_default_context()
+        tls.check_hostname, tls.verify_mode = False, ssl.CERT_NONE
+        return Api(f"https://{self.place.gateway}:{self.kubelet_port}", tls, token=token)
 
     # Guests ---------------------------------------------------------------------------------------------------------
 
