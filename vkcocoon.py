@@ -210,6 +210,14 @@ class Provider:
         """Follow what happens to VMs behind our back, until `close`."""
         self._watch.run()
 
+    def overdue_probes(self) -> list[tuple[str, float]]:
+        """Pods whose probe should have come back long ago, and how many seconds ago it was due; memory only."""
+        return self._probes.overdue()
+
+    def lease_trouble(self) -> str:
+        """What is wrong with the lease file now; "" when it is a table."""
+        return self._readiness.lease_trouble()
+
     def close(self) -> None:
         """End every probe and background greenlet. VMs keep running; nothing is published any more."""
         self._watch.close()
@@ -250,6 +258,6 @@ class Provider:
 
 def main(settings: Settings) -> int:
     """Run the daemon on this host until SIGTERM or SIGINT; the exit code of the process."""
-    from vkcocoon_daemon import serve
+    from vkcocoon_service import serve
 
     return serve(settings)

@@ -8,38 +8,36 @@ with a pause that grows: nothing is adopted, created or destroyed on half a pict
 Stop: first nobody acts on pods any more, then the probes end, then what is still owed to the API gets a short while.
 VMs are not touched: a restart of this process is invisible to the guests.
 
-`Daemon` takes any `Ports`, so the simulator runs this very wiring; `serve` is the process of a real host.
+`Daemon` takes any `Ports`, so the simulator runs this very wiring; vkcocoon_service is the process of a real host.
 """
 
 from __future__ import annotations
 
 import random
-import signal
 from dataclasses import replace
 
-import gevent
 import structlog
 from gevent.event import Event
 from gevent.pool import Group
 
 from vkcocoon import Ports, Provider, __version__
 from vkcocoon_events import EventRecorder
-from vkcocoon_host import Host, node_address
-from vkcocoon_http import Check, HubMonitor, Metrics, MetricsServer
-from vkcocoon_kube import ApiError, Backoff, HttpKubeApi, KubeApi
-from vkcocoon_kubelet import Kubelet
-from vkcocoon_net import open_pinger
+from vkcocoon_host import Host
+from vkcocoon_http import Check, HubMonitor
+from vkcocoon_kube import ApiError, Backoff, KubeApi
 from vkcocoon_node import NodeController
+from vkcocoon_overview import Overview
 from vkcocoon_pods import PodController
-from vkcocoon_probes import SystemClock, spawn
+from vkcocoon_probes import spawn
 from vkcocoon_settings import Settings
-from vkcocoon_systemd import Systemd
-from vkcocoon_vms import CocoonCLI, CocoonMacosCLI, CommandError
+from vkcocoon_vms import CommandError
 
-__all__ = ["Daemon", "real_ports", "serve"]
+__all__ = ["Daemon"]
 
 FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 STOP_S = 5.0  # for everything that still wants to be written
+HUB_STUCK_S = 2.0  # a hub this late makes every probe of the node late
+NAMED = 3  # pods in a sentence about many
 
 log = structlog.get_logger()
 
@@ -57,6 +55,8 @@ class Daemon:
         instance: str = "",
     ) -> None:
         self._clock = ports.clock
+        self._settings = settings
+        self._began = ports.clock.monotonic()
         self._stop = Event()
         self._group = Group()
         self.started = Event()
@@ -82,6 +82,32 @@ class Daemon:
     def start(self) -> None:
         """Begin; returns at once. `started` is set when the node is registered and its pods are watched."""
         spawn(self._group, "start", self._run)
+
+    def checks(self, monitor: HubMonitor | None = None) -> tuple[Check, ...]:
+        """What /healthz, /readyz, the watchdog and the overview ask. The live ones speak of this process alone: an
+        API server that is away is no reason to be restarted."""
+        return (
+            Check("hub", lambda: _late(monitor.lag if monitor is not None else 0.0), live=True),
+            Check("probes", self._overdue, live=True),
+            Check("api", lambda: self.pods.trouble),
+            Check("node", self._node_trouble),
+            Check("start-up", lambda: "" if self.started.is_set() else "has not finished: see the log"),
+            Check("leases", self.provider.lease_trouble),
+        )
+
+    def overview(self, checks: tuple[Check, ...]) -> Overview:
+        """What is known of everything, for whoever looks in."""
+        return Overview(
+            node=self._settings.node_name,
+            version=__version__,
+            clock=self._clock,
+            held=self.provider.held,
+            assigned=self.pods.pods,
+            unpublished=self.pods.unpublished,
+            checks=checks,
+            degraded=self.ports.pinger.degraded,
+            began=self._began,
+        )
 
     def close(self, patience: float = STOP_S) -> None:
         """Stop acting, stop probing, tell the API what it is still owed for at most ``patience`` seconds; VMs keep
@@ -117,56 +143,18 @@ class Daemon:
                 self._clock.wait(self._stop, pause)
         return False
 
+    def _overdue(self) -> str:
+        late = sorted(self.provider.overdue_probes(), key=lambda one: -one[1])
+        if not late:
+            return ""
+        more = f" and {len(late) - NAMED} more" if len(late) > NAMED else ""
+        return "overdue: " + ", ".join(f"{key} by {seconds:.0f} s" for key, seconds in late[:NAMED]) + more
 
-def real_ports(settings: Settings) -> Ports:
-    """The ports of a real host."""
-    return Ports(
-        clock=SystemClock(),
-        runtime=CocoonCLI(settings.cocoon_bin, max_processes=settings.cocoon_processes),
-        macos=CocoonMacosCLI(settings.cocoon_macos_bin, vnc_password=settings.macos_vnc_password),
-        kube=HttpKubeApi(settings.kubeconfig, user_agent=f"vk-cocoon/{__version__}"),
-        pinger=open_pinger(),
-        metrics=Metrics(__version__),
-    )
+    def _node_trouble(self) -> str:
+        if not self.node.registered.is_set():
+            return "is not registered yet"
+        return "" if self.node.alone.is_set() else "another process runs this node; nothing is done to pods"
 
 
-def serve(settings: Settings) -> int:
-    """Run until SIGTERM or SIGINT; the exit code of the process. A second signal ends it at once."""
-    settings = replace(settings, node_ip=settings.node_ip or node_address())
-    ports = real_ports(settings)
-    kube = ports.kube
-    daemon = Daemon(settings, ports, lease_api=kube.separate() if isinstance(kube, HttpKubeApi) else None)
-    checks = [Check("started", lambda: "" if daemon.started.is_set() else "start-up has not finished")]
-    server = MetricsServer(settings.metrics_addr, ports.metrics, checks, clock=ports.clock)
-    kubelet = Kubelet(
-        settings,
-        ports.clock,
-        held=daemon.provider.held,
-        assigned=daemon.pods.pods,
-        logs=ports.runtime.logs,
-        reviews=kube.separate() if isinstance(kube, HttpKubeApi) else kube,
-        exposition=ports.metrics.exposition,
-    )
-    monitor = HubMonitor(ports.clock, ports.metrics)
-    systemd = Systemd(ports.clock, started=daemon.started.is_set, describe=ports.metrics.describe_pods)
-    asked = Event()
-    # Handlers only set an event: they run in the hub, where nothing may block.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        gevent.signal_handler(number, asked.set)
-    log.info("starting", version=__version__, node=settings.node_name, address=settings.node_ip)
-    server.start()
-    kubelet.start()
-    monitor.start()
-    systemd.start()
-    daemon.start()
-    asked.wait()
-    log.info("stopping")
-    systemd.stopping()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-    daemon.close()
-    systemd.close()
-    monitor.close()
-    kubelet.close()
-    server.close()
-    return 0
+def _late(seconds: float) -> str:
+    return f"greenlets ran {seconds:.1f} s late" if seconds > HUB_STUCK_S else ""

@@ -34,7 +34,7 @@ from vkcocoon_server import BoundedServer, CannotListen, Limits, listen, text_an
 if TYPE_CHECKING:
     from _typeshed.wsgi import StartResponse, WSGIEnvironment
 
-__all__ = ["CannotListen", "Check", "HubMonitor", "Metrics", "MetricsServer", "PodSample"]
+__all__ = ["CannotListen", "Check", "HubMonitor", "Metrics", "MetricsServer", "PodSample", "asked"]
 
 log = structlog.get_logger("vkcocoon.http")
 
@@ -347,7 +347,7 @@ class MetricsServer:
     def _health(
         self, environ: "WSGIEnvironment", start_response: "StartResponse", *, only_live: bool, verbose: bool
     ) -> Iterable[bytes]:
-        answers = {check.name: _asked(check) for check in self._checks if check.live or not only_live}
+        answers = {check.name: asked(check) for check in self._checks if check.live or not only_live}
         failed = any(answers.values())
         # The first line for machines and the hurried, the rest for whoever wants to know why.
         lines = ["failed" if failed else "ok"]
@@ -357,7 +357,8 @@ class MetricsServer:
         return text_answer(environ, start_response, status, "\n".join(lines))
 
 
-def _asked(check: Check) -> str:
+def asked(check: Check) -> str:
+    """The check's answer; one that raises has failed."""
     try:
         return check.ask()
     except Exception as error:  # protects the other checks' answers

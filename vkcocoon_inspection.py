@@ -1,4 +1,4 @@
-"""The commands that look and change nothing: config, leases, probe.
+"""The commands that look and change nothing: config, status, leases, probe.
 
 They are for a person on the host, so they read the env-file as the unit does (vkcocoon_envfile), say what they found on
 stdout and everything else on stderr, and end with 1 when what they were asked about is not well. Each imports what it
@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import datetime
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["INSPECTIONS", "Misconfigured", "OneLine", "config_lines", "strange"]
 
 MISCONFIGURED = 78
+CLEAR = "\x1b[H\x1b[2J"
 NOT_WELL = 1
 
 AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
@@ -128,6 +130,8 @@ def _origin(row: Setting, found: Environment) -> str:
 
 
 def _shown(row: Setting, value: object) -> str:
+    if value is None:
+        return "off"
     if value == "":
         return f"({row.absent})"
     return "(secret)" if row.secret else str(value)
@@ -135,7 +139,7 @@ def _shown(row: Setting, value: object) -> str:
 
 def _entry(row: Setting, settings: Settings, found: Environment) -> dict[str, object]:
     value = getattr(settings, row.name)
-    plain = value if isinstance(value, int) else str(value)
+    plain = value if isinstance(value, int) else "off" if value is None else str(value)
     return {
         "variable": row.env,
         "origin": _origin(row, found),
@@ -148,6 +152,93 @@ def _quoted(text: str) -> str:
     """As the env-file wants it; only where it must be."""
     plain = text and not any(char in text for char in " \t\"'\\#;$")
     return text if plain else '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+# status -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@env_file_option
+@output_option("table", "wide", "json")
+@click.option("-w", "--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")
+@click.option(
+    "--every", type=click.FloatRange(0.1, 3600), default=2.0, show_default=True, help="Seconds between two looks."
+)
+def status(env_file: str | None, output: str, watch: bool, every: float) -> None:
+    """Show the pods as the running daemon sees them, and what each waits for.
+
+    Asks the daemon over its socket, which is for root. The columns FAILS and NEXT are of the probe: failures in a row
+    of a pod that is still Ready, and when it is asked next. With -o json and --watch, each look is one line.
+
+    \b
+    Examples:
+      vk-cocoon status
+      vk-cocoon status -o wide --watch
+      vk-cocoon status -o json | jq '.pods[] | select(.ready | not) | .reason'
+    """
+    from vkcocoon_window import NoAnswer, ask
+
+    path = loaded(env_file).status_socket
+    while True:
+        try:
+            document = ask(path)
+        except NoAnswer as error:
+            raise OneLine(str(error)) from None
+        if watch and output != "json" and sys.stdout.isatty():
+            click.echo(CLEAR, nl=False)
+        _show_status(document, output, one_line=watch)
+        if not watch:
+            return
+        try:
+            time.sleep(every)  # noqa: TID251  a person watches, in real time
+        except KeyboardInterrupt:
+            return
+
+
+def _show_status(document: Mapping[str, Any], output: str, *, one_line: bool) -> None:
+    if output == "json":
+        click.echo(json.dumps(document, ensure_ascii=False)) if one_line else print_json(document)
+        return
+    pods = document["pods"]
+    for line in columns(*_wide(pods) if output == "wide" else _narrow(pods)):
+        click.echo(line)
+    ready = sum(pod["ready"] for pod in pods)
+    head = f"node {document['node']}: {len(pods)} pods, {ready} ready; vk-cocoon {document['version']}"
+    _say(f"{head}, up {ago(document['uptime_seconds'])}")
+    for check in document["checks"]:
+        if check["trouble"]:
+            _say(f"{check['name']}: {check['trouble']}")
+    if document["pinger_degraded"]:
+        _say("degraded: no raw ICMP socket, guests without a probe port count as ready once they have an address")
+
+
+Table = tuple[tuple[str, ...], list[tuple[str, ...]]]
+
+
+def _narrow(pods: list[Mapping[str, Any]]) -> Table:
+    header = ("POD", "OS", "VM", "IP", "PROBE", "READY", "LIFECYCLE", "REASON", "LAST", "FAILS", "NEXT")
+    return header, [_narrow_row(pod) for pod in pods]
+
+
+def _narrow_row(pod: Mapping[str, Any]) -> tuple[str, ...]:
+    last = pod["last_probe"]
+    probed = ("", "", "")
+    if last:
+        failures = f"{last['failures']}/{last['failure_threshold']}"
+        probed = (milliseconds(last["took_seconds"]), failures, f"{max(0.0, last['next_seconds']):.1f}s")
+    head = (f"{pod['namespace']}/{pod['name']}", pod["os"], pod["vm"], pod["ip"], pod["probe"])
+    return (*head, str(pod["ready"]), pod["lifecycle"], pod["reason"], *probed)
+
+
+def _wide(pods: list[Mapping[str, Any]]) -> Table:
+    header, rows = _narrow(pods)
+    more = [
+        (pod["since"] or "", str(pod["restarts"]), "yes" if pod["published"] else "not yet", pod["uid"], pod["message"])
+        for pod in pods
+    ]
+    return (*header, "SINCE", "RESTARTS", "WRITTEN", "UID", "MESSAGE"), [
+        (*a, *b) for a, b in zip(rows, more, strict=True)
+    ]
 
 
 # leases -----------------------------------------------------------------------------------------------------------
@@ -303,4 +394,4 @@ def _stage_entry(stage: Stage) -> dict[str, object]:
     }
 
 
-INSPECTIONS: Mapping[str, tuple[click.Command, ...]] = {"Service": (config,), "Inspect": (probe, leases)}
+INSPECTIONS: Mapping[str, tuple[click.Command, ...]] = {"Service": (config,), "Inspect": (status, probe, leases)}

@@ -64,6 +64,7 @@ BODY_SHOWN = 500  # characters of an answer that is not a Status object, in an e
 PAGE = 500
 SILENCE_S = 90.0  # bookmarks come about every minute: a watch silent for longer is dead
 WATCH_S = (240.0, 480.0)  # we ask the server to end a watch after a random time within
+SETTLED_S = 10.0  # longer than it takes to find out that there is nobody to watch
 RELIST_S = 1800.0  # list again now and then, whatever the watch says
 FIRST_RETRY_S, LAST_RETRY_S = 0.8, 30.0
 # A watch refused with one of these is tried again from the same version; everything else needs a new list.
@@ -488,6 +489,8 @@ class Reflector:
         self._names: dict[tuple[str, str], str] = {}
         self._stop = Event()
         self._group = Group()
+        self._trouble = "nothing has been read from the API yet"
+        self._watching_since: float | None = None
         self._reachable = True
         self._listed_at = 0.0
 
@@ -497,6 +500,14 @@ class Reflector:
     def close(self) -> None:
         self._stop.set()
         self._group.kill(block=False)
+
+    @property
+    def trouble(self) -> str:
+        """Why the objects cannot be followed now; "" when they can. A watch says nothing while nothing changes, so one
+        that has been open for a while without an error counts as an answer."""
+        since = self._watching_since
+        open_for = self._clock.monotonic() - since if since is not None and self.synced.is_set() else 0.0
+        return "" if open_for >= SETTLED_S else self._trouble
 
     def _run(self) -> None:
         version = ""
@@ -544,6 +555,7 @@ class Reflector:
             field_selector=self._selector,
             timeout=float(round(self._rng.uniform(*WATCH_S))),
         )
+        self._watching_since = began
         try:
             while (event := self._next(stream)) is not None:
                 version = self._take(event) or version
@@ -553,6 +565,7 @@ class Reflector:
                 return version
             raise _TooOld(str(error)) from error
         finally:
+            self._watching_since = None
             if hasattr(stream, "close"):
                 stream.close()
         if self._clock.monotonic() - began < FIRST_RETRY_S:
@@ -610,11 +623,13 @@ class Reflector:
         if not self._reachable:
             log.info("the API answers again", path=self._path)
         self._reachable = True
+        self._trouble = ""
 
     def _away(self, error: ApiError) -> None:
         if self._reachable:
             log.warning("the API does not answer as it should; trying again", path=self._path, error=str(error))
         self._reachable = False
+        self._trouble = f"the API does not answer as it should: {error}"
         self._pause(self._backoff.next(error.retry_after))
 
     def _pause_if_spinning(self) -> None:

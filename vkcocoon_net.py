@@ -179,6 +179,14 @@ class LeaseFile:
         live = (lease for lease in self._current().leases.values() if now < lease.expiry)
         return sorted(live, key=lambda lease: (socket_names.inet_aton(lease.ip), lease.mac))
 
+    def trouble(self) -> str:
+        """What is wrong with the file now, as a sentence; "" when it is a table."""
+        try:
+            self._current()
+        except LeaseFileError as error:
+            return str(error)
+        return f"lease file {self._path} {self._problem}; the last good table stays" if self._problem else ""
+
     def _current(self) -> "_Table":
         try:
             if not (self._settled and _stamp(os.stat(self._path)) == self._stamp):

@@ -162,6 +162,11 @@ class PodController:
         """Set once the API's pods have been listed completely."""
         return self._reflector.synced
 
+    @property
+    def trouble(self) -> str:
+        """Why the API's pods cannot be followed at the moment; "" when they can."""
+        return self._reflector.trouble
+
     def notify(self, pod: Object) -> None:
         """The provider's news of a pod, to be published; memory only, never switches (P4)."""
         self._publishers.notify(pod)

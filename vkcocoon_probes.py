@@ -61,6 +61,7 @@ GROWTH = 1.5
 MAX_PAUSE_S = 1.0  # a slow guest is still met within a second
 STEADY_PAUSE_S = 5.0  # periodSeconds once ready
 FAILURE_THRESHOLD = 3  # failureThreshold
+OVERDUE_PAUSES = 3  # after so many missed pauses a probe is not late but lost
 LEAST_PATIENCE_S = 0.25  # an echo of a booting guest waits at least this long (T1)
 # A real loop fires two timers for one instant in no promised order. The bound goes last, so that a dial which uses its
 # whole deadline fails with its own reason rather than, now and then, with ours.
@@ -294,7 +295,20 @@ class ProbeAgent:
     never one of the first failures after a success (P1). Only ``observe`` writes the state.
     """
 
-    __slots__ = ("_cadence", "_rung", "complaint", "due", "failures", "key", "on_update", "probe", "result", "stop")
+    __slots__ = (
+        "_cadence",
+        "_rung",
+        "complaint",
+        "due",
+        "failures",
+        "key",
+        "last",
+        "on_update",
+        "probe",
+        "result",
+        "stop",
+        "took",
+    )
 
     def __init__(self, key: str, probe: Probe, on_update: Callable[[], None], cadence: Cadence) -> None:
         self.key = key
@@ -303,6 +317,8 @@ class ProbeAgent:
         self.stop = Event()
         self.result = NEVER_PROBED
         self.failures = 0  # in a row, while still shown as ready
+        self.last = NEVER_PROBED  # the newest result, whatever readers see
+        self.took = 0.0  # seconds it took
         self.due = 0.0  # monotonic instant of the next probe
         self.complaint = ""  # the error the log already has
         self._cadence = cadence
@@ -439,6 +455,20 @@ class ProbeManager:
         agent = self._agents.get(key)
         return NEVER_PROBED if agent is None else agent.result
 
+    def overdue(self) -> list[tuple[str, float]]:
+        """The keys whose probe should have come back long ago, and how many seconds ago it was due; memory only.
+
+        A probe may begin late and take its whole bound; one that is late by several pauses on top of that will hardly
+        come back, and what is published of its pod has become a guess.
+        """
+        now = self._clock.monotonic()
+        late = []
+        for agent in self._agents.values():
+            allowed = self._timeout + OVERDUE_PAUSES * agent.pause_us / 1_000_000
+            if now - agent.due > allowed:
+                late.append((agent.key, now - agent.due))
+        return late
+
     def close(self) -> None:
         """Forget everything and refuse new work; wait until the greenlets have left, and kill those that do not.
 
@@ -486,6 +516,7 @@ class ProbeManager:
             return False
         ended = self._clock.monotonic()
         was_ready = agent.result.ready
+        agent.last, agent.took = result, ended - began
         changed = agent.observe(result)
         lateness, agent.due = began - agent.due, ended + agent.pause_us / 1_000_000
         _log_probe(agent, result, was_ready)

@@ -59,6 +59,10 @@ class Readiness:
             return bool(entry.vm and self.resolve(entry, entry.vm))
         return False
 
+    def lease_trouble(self) -> str:
+        """What is wrong with the lease file now; "" when it is a table."""
+        return self._leases.trouble()
+
     def resolve(self, entry: TrackedPod, vm: VM) -> str:
         """The current address: static as inspected, else the lease of the MAC, re-read now and written back.
 

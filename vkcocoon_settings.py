@@ -212,6 +212,11 @@ PROGRAM = Kind("PROGRAM", "an absolute path, or a program's name to look up in P
 KUBECONFIG = Kind("PATH", "the path of a kubeconfig file, or several with colons between them", _kubeconfig)
 PORT = Kind("PORT", "a port from 1 to 65535", _whole(1, 65535))
 LISTEN = Kind("HOST:PORT", "HOST:PORT or :PORT, an IPv6 host in brackets, port 0 for any free one", _listen)
+LISTEN_OR_OFF = Kind(
+    "HOST:PORT",
+    "HOST:PORT or :PORT, an IPv6 host in brackets, port 0 for any free one; or off",
+    lambda text: None if text.lower() == "off" else _listen(text),
+)
 PASSWORD = Kind("PASSWORD", 'at most 8 bytes without blanks, control characters or "', _vnc_password)
 PERCENT = Kind("PERCENT", "a whole number from 0 to 100", _whole(0, 100))
 PROCESSES = Kind("NUMBER", "a whole number from 1 to 64", _whole(1, 64))
@@ -441,6 +446,20 @@ class Settings:
 
     metrics_addr: Address = _setting(  # noqa: RUF009  a field, as all of them
         "VK_METRICS_ADDR", LISTEN, ":9091", "Where /metrics, /healthz and /readyz are served.", group=SERVICE
+    )
+    status_socket: str = _setting(
+        "VK_STATUS_SOCKET",
+        SOCKET,
+        "/run/vk-cocoon/status.sock",
+        "Where vk-cocoon status asks the daemon; only root may.",
+        group=SERVICE,
+    )
+    status_addr: Address | None = _setting(  # noqa: RUF009  a field, as all of them
+        "VK_STATUS_ADDR",
+        LISTEN_OR_OFF,
+        "127.0.0.1:9092",
+        "Where the status page is served; whoever can reach it can read it.",
+        group=SERVICE,
     )
     log_level: str = _setting(
         "VK_LOG_LEVEL", LEVEL, "info", "The least important messages that are logged.", group=SERVICE

@@ -10,9 +10,11 @@ reporting and notifying happen without a switch of greenlets, so a reader never 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import datetime
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -52,6 +54,8 @@ Pod = dict[str, Any]
 Notify = Callable[[Pod], None]
 Report = Callable[[Pod, str, str, str], None]  # pod, Normal or Warning, reason, message: an Event for people
 
+# A pod cannot flip down sooner than 10 s after it flipped up, so this is more than an hour of them.
+FLIPS = 720
 # States that have an event of their own, or of which the next one tells more.
 _TOLD_OTHERWISE = frozenset(
     {Reason.TERMINATING, Reason.LIFECYCLE_CREATING, Reason.LIFECYCLE_HIBERNATING, Reason.LIFECYCLE_HIBERNATED, ""}
@@ -76,9 +80,11 @@ class TrackedPod:
     annotations: Mapping[str, str | None] | None = None
     conflicted: bool = False  # withheld from Ready because another pod is published Ready on its address
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
+    saved: str = ""  # the id of the VM that was last saved whole
     committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False
     restarts: int = 0
+    flips: deque[tuple[datetime, bool]] = field(default_factory=lambda: deque(maxlen=FLIPS))  # when Ready became what
     stop: Event = field(default_factory=Event)  # set when it is forgotten; its background greenlets wait on it
 
     @classmethod
@@ -112,6 +118,11 @@ class TrackedPod:
     def reason(self) -> str:
         """Why it is not ready, in one word."""
         return _explanation(self.status or {})[1]
+
+    @property
+    def message(self) -> str:
+        """The same in a sentence."""
+        return _explanation(self.status or {})[2]
 
     def update(self, pod: Pod) -> None:
         """The newest pod of this incarnation; a newer generation is observed by whatever intent there is."""
@@ -375,6 +386,7 @@ class Publication:
             self._report_event(entry.pod, type_, event, f"{reason}: {message}")
         if old[0] != ready:
             self._metrics.flip(ready)
+            entry.flips.append((self._clock.now(), ready))
         old_ip, new_ip = before.get("podIP"), status.get("podIP")
         if old_ip and new_ip and old_ip != new_ip:
             self._report_event(entry.pod, "Normal", "AddressChanged", f"address changed from {old_ip} to {new_ip}")

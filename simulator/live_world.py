@@ -10,6 +10,7 @@ Everything lives in one home directory, which goes away with the namespace. File
     bin/cocoon, bin/cocoon-macos    the command lines        dhcp.sock     where a guest asks for its address
     leases.json, cocoon-net.sock    cocoon-net's             power.sock    what keeps the guests alive
     kubeconfig                      for daemon and kubectl   network.json  the bridge's name, if there is one
+    status.sock                     for vk-cocoon status
     guests/                         GuestSpecs and control sockets of the live guests
     vk-cocoon.log                   the daemon's log
 
@@ -177,6 +178,8 @@ class LiveWorld:
             VK_NODE_MEM="256Gi",
             VK_NODE_STORAGE="4Ti",
             VK_METRICS_ADDR="127.0.0.1:0",
+            VK_STATUS_SOCKET=str(home / "status.sock"),
+            VK_STATUS_ADDR="127.0.0.1:0",
             VK_KUBELET_PORT=str(self._kubelet_port),
             VK_LOG_FORMAT="text",
         )
