@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import structlog
+
 from vkcocoon_macos import QemuKeeper, VncPorts
 from vkcocoon_net import is_unicast_ipv4
 from vkcocoon_ports import Workplace
@@ -18,6 +20,8 @@ from vkcocoon_tracking import TrackedPod
 from vkcocoon_vms import VM, CommandError
 
 __all__ = ["Creation"]
+
+log = structlog.get_logger()
 
 
 class Creation:
@@ -85,7 +89,8 @@ class Creation:
     def _made(self, entry: TrackedPod, make: Callable[[], VM]) -> VM:
         """What ``make`` made, read once more when it came back before it ran (pid and NICs are filled in only then).
 
-        A name that is taken is our own earlier attempt, unless another pod holds it: adopted, never removed.
+        A name that is taken is our own earlier attempt, unless another pod holds it: adopted, never removed. Only of an
+        attempt that died half-way the tool itself may clear the remains.
         """
         entry.committed = True
         try:
@@ -93,16 +98,28 @@ class Creation:
         except CommandError as error:
             if "already exists" not in error.stderr.lower() or "name" not in error.stderr.lower():
                 raise
-            return self._existing(entry, error)
+            record = self._runtime.inspect(entry.spec.vm_name)
+            if not (record.state == "creating" and self._cleared(record)):
+                return self._existing(entry, record, error)
+            vm = make()
         return vm if vm.running and vm.pid > 0 else self._runtime.inspect(vm.id)
 
-    def _existing(self, entry: TrackedPod, error: CommandError) -> VM:
-        record = self._runtime.inspect(entry.spec.vm_name)
+    def _cleared(self, record: VM) -> bool:
+        """Did the tool find that nobody is making this VM any more, and give its name back?"""
+        try:
+            outcome = self._runtime.reconcile_stale_create(record.id)
+        except CommandError as error:  # one that is too old to know this cannot be asked
+            log.info("half-made VM could not be cleared", vm=record.name, error=str(error))
+            return False
+        log.warning("half-made VM", vm=record.name, id=record.id, outcome=outcome)
+        return outcome in ("collected", "not-found")
+
+    def _existing(self, entry: TrackedPod, record: VM, error: CommandError) -> VM:
         holder = self._pods.holder_of(record.id)
         if holder is not None and holder is not entry:
             raise SpecError(f"VM {record.name} belongs to pod {holder.key}; two pods cannot stand for one VM")
         if record.state == "creating":
-            raise error  # somebody is still making it, or it is a leftover: not adopted, tried again later
+            raise error  # somebody is still making it: not adopted, tried again later
         if not record.running:
             self._runtime.start(record.id)
             record = self._runtime.inspect(record.id)

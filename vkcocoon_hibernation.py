@@ -15,7 +15,7 @@ from vkcocoon_setup import ADDRESS_BUDGET, GuestSetup
 from vkcocoon_spec import SpecError
 from vkcocoon_status import IntentState
 from vkcocoon_tracking import TrackedPod
-from vkcocoon_vms import CommandError
+from vkcocoon_vms import VM, CommandError, VMNotFound
 
 __all__ = ["Hibernation"]
 
@@ -58,7 +58,7 @@ class Hibernation:
         self._publication.publish(entry)
         try:
             with self._work.locks.held(name):
-                self._runtime.snapshot_save(name, vm.id)
+                self._save(entry, vm)
                 self._removal.destroy(vm.id)
         except CommandError as error:
             self._publication.fail(entry, "HibernateSnapshotFailed", f"hibernate: {error}")
@@ -71,9 +71,19 @@ class Hibernation:
         entry.set_intent(IntentState.HIBERNATED)
         self._work.ports.event(entry.pod, "Normal", "Hibernated", f"hibernate: {name} saved on this host")
 
+    def _save(self, entry: TrackedPod, vm: VM) -> None:
+        """Save a VM that runs. One that is gone was removed by an attempt that saved it and never heard of its end."""
+        try:
+            self._runtime.snapshot_save(entry.spec.vm_name, vm.id)
+        except VMNotFound:
+            if entry.saved != vm.id:
+                raise
+        entry.saved = vm.id
+
     def _wake(self, entry: TrackedPod) -> None:
         """Clone the VM back from its snapshot; the new one has a new MAC, so nothing of the old address is kept."""
-        entry.set_intent(IntentState.CREATING)
+        # Said in public before anything is done: after a restart in the middle only this tells a wake from a creation.
+        entry.set_intent(IntentState.CREATING, f"wake: {entry.spec.vm_name} is cloned from its snapshot")
         self._publication.publish(entry)
         entry.ip = ""
         try:

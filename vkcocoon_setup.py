@@ -67,5 +67,6 @@ class GuestSetup:
 
 
 def _failed_for_good(intent: Intent) -> bool:
-    """A failure that adoption leaves alone: every one but a missing address, which may have come meanwhile."""
-    return intent.state is IntentState.FAILED and NO_ADDRESS not in intent.message
+    """A failure that adoption leaves alone: every one but those that a VM that runs and has an address disproves."""
+    disproved = intent.message.startswith(("create: ", "wake: ")) or NO_ADDRESS in intent.message
+    return intent.state is IntentState.FAILED and not disproved

@@ -18,7 +18,7 @@ from vkcocoon_probes import spawn
 from vkcocoon_removal import Removal
 from vkcocoon_setup import GuestSetup
 from vkcocoon_spec import PodSpec, SpecError
-from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, IntentState
+from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, Intent, IntentState
 from vkcocoon_tracking import Pod, TrackedPod
 from vkcocoon_vms import VM, CommandError
 
@@ -85,7 +85,7 @@ class Startup:
             entry.vm = vm  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
         elif vm is not None:
             self._setup.bind(entry, vm, None, "adopt")
-        else:
+        elif not any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
             self._adopt_hibernated(entry)
 
     def _live_macos(self, entry: TrackedPod) -> VM | None:
@@ -97,15 +97,18 @@ class Startup:
         return record if self._macos.alive(record) else None
 
     def _adopt_hibernated(self, entry: TrackedPod) -> None:
-        """A hibernated pod has no VM on purpose; an interrupted hibernate is done when its snapshot is there."""
-        if entry.terminating or entry.intent.state not in (IntentState.HIBERNATED, IntentState.HIBERNATING):
+        """A hibernated pod has no VM on purpose. One that was interrupted on its way there or back, or failed, is
+        hibernated when it has no VM and its snapshot is there: a fresh VM in its place would be somebody's loss."""
+        interrupted = _between(entry.intent)
+        if entry.terminating or not (interrupted or entry.intent.state is IntentState.HIBERNATED):
             return
-        if entry.intent.state is IntentState.HIBERNATING:
+        if interrupted:
             try:
                 self._runtime.snapshot_inspect(entry.spec.vm_name)
             except CommandError:
                 return
         entry.hibernated = entry.committed = True
+        entry.set_intent(IntentState.HIBERNATING)  # what failed before is tried again now
         entry.set_intent(IntentState.HIBERNATED)
         self._publication.publish(entry)
 
@@ -121,6 +124,14 @@ class Startup:
             self._removal.release_leases(record)
         except CommandError as error:
             log.warning("orphan VM could not be removed", vm=record.name, error=str(error))
+
+
+def _between(intent: Intent) -> bool:
+    """Was it on its way between a VM and its snapshot?"""
+    return intent.state is IntentState.HIBERNATING or (
+        intent.state in (IntentState.CREATING, IntentState.FAILED)
+        and intent.message.startswith(("hibernate: ", "wake: "))
+    )
 
 
 def _ended(pod: Pod) -> bool:
