@@ -56,9 +56,18 @@ UNSUPPORTED = {"exec": "exec", "run": "exec", "attach": "attach", "portForward":
 log = structlog.get_logger()
 
 
+class HeldSpec(Protocol):
+    @property
+    def managed(self) -> bool:
+        """Whether the VM is ours; else the pod's author has named one."""
+        ...
+
+
 class HeldPod(Protocol):
     """One incarnation of a pod as the provider holds it; to be read only."""
 
+    @property
+    def spec(self) -> HeldSpec: ...
     @property
     def uid(self) -> str: ...
     @property
@@ -296,6 +305,8 @@ class Kubelet:
         pod, container = self._target(request)
         query = LogQuery.parse(request.query, self._clock.now())
         vm = pod.vm
+        if vm is not None and not pod.spec.managed and vm.id in self._managed_vms():
+            raise _Refused(HTTPStatus.FORBIDDEN, f'the VM that pod "{pod.key}" names is that of another pod')
         if query.previous:
             text = f'previous terminated container "{container}" in pod "{pod.key}" not found: a VM has only one log'
             raise _Refused(HTTPStatus.BAD_REQUEST, text)
@@ -349,11 +360,16 @@ class Kubelet:
         return self._page(JSON, summary(self._stats.sample(traffic=not only), self._settings.node_name))
 
     def _subjects(self) -> Iterator[Subject]:
+        managed = self._managed_vms()
         for pod in self._held:
-            containers = _containers(pod.pod)
-            if pod.vm is not None and pod.vm.id and not pod.gone and containers:
+            containers, vm = _containers(pod.pod), pod.vm
+            if vm is not None and vm.id and not pod.gone and containers and (pod.spec.managed or vm.id not in managed):
                 namespace, _, name = pod.key.partition("/")
-                yield Subject(pod.uid, namespace, name, containers[0], pod.vm)
+                yield Subject(pod.uid, namespace, name, containers[0], vm)
+
+    def _managed_vms(self) -> set[str]:
+        """The VMs of pods whose VM is ours: what an annotation says must not open them to somebody else's pod."""
+        return {pod.vm.id for pod in self._held if pod.vm is not None and pod.spec.managed}
 
 
 def _containers(pod: Object) -> list[str]:

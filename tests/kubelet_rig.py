@@ -112,6 +112,11 @@ class Held:
     reason: str = "LifecycleCreating"
     containers: list = field(default_factory=lambda: ["agent"])
     annotations: dict = field(default_factory=dict)
+    managed: bool = True
+
+    @property
+    def spec(self):
+        return self
 
     @property
     def pod(self):

@@ -126,6 +126,17 @@ class TestPlain:
         for options in ("", "?follow=1", "?follow=1&tailLines=0"):
             assert rig.ask(LOG + options) == (400, 'the VM of pod "default/web-0" is gone\n')
 
+    def test_a_pod_that_names_a_vm_itself_gets_the_log_of_that_vm(self, rig):
+        stray = rig.host.clone_vm("stray")
+        rig.held.add("default/tool-0", "uid-2", vm=stray, managed=False)
+        assert texts(rig.ask("/containerLogs/default/tool-0/agent")[1]) == ["booted stray in process 4002"]
+
+    def test_but_not_the_log_of_another_pods(self, rig):
+        rig.held.add("evil/pod", "uid-2", vm=rig.pod.vm, managed=False)
+        status, text = rig.ask("/containerLogs/evil/pod/agent")
+        assert (status, text) == (403, 'the VM that pod "evil/pod" names is that of another pod\n')
+        assert texts(rig.ask(LOG)[1]) == [BOOTED]
+
     def test_a_failure_of_the_tool_is_ours_with_its_words(self, rig):
         rig.cocoon.fail("vm logs", stderr="Error: logs: store is locked")
         status, text = rig.ask(LOG)

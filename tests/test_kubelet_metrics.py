@@ -167,6 +167,16 @@ class TestScrape:
         assert node is not None
         assert pods == {}
 
+    def test_a_pod_that_names_the_vm_of_another_gets_none_of_its_numbers(self, rig):
+        rig.held.add("evil/pod", "uid-2", vm=rig.pod.vm, managed=False)
+        rig.start()
+        _, pods = as_metrics_server_reads(rig.ask("/metrics/resource")[1])
+        assert set(pods) == {("default", "web-0")}
+        del rig.held.pods["default/web-0"]
+        next_sample(rig)
+        _, pods = as_metrics_server_reads(rig.ask("/metrics/resource")[1])
+        assert set(pods) == {("evil", "pod")}
+
     def test_a_host_that_cannot_be_read_is_an_error_in_the_page(self, rig):
         (rig.files.proc / "stat").unlink()
         rig.start()
