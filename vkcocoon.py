@@ -33,6 +33,7 @@ import structlog
 from gevent.pool import Group
 
 from vkcocoon_creation import Creation
+from vkcocoon_guests import way_of
 from vkcocoon_hibernation import Hibernation
 from vkcocoon_macos import QemuKeeper, VncPorts
 from vkcocoon_ports import Ports, Workplace
@@ -86,6 +87,7 @@ class Provider:
         self._startup = Startup(work, setup=setup, removal=self._removal, track=self._track, create=self.create_pod)
         self._watch = VMWatch(work)
         ports.metrics.pods_from(lambda: self._pods)
+        ports.metrics.leases_from(settings.leases_path, ports.clock)
         ports.metrics.degraded(ports.pinger.degraded)
 
     # --- what Kubernetes asks for ---------------------------------------------------------------------------------
@@ -252,7 +254,9 @@ class Provider:
         return self._probes.get(entry.key) if entry.agent is not None else ProbeResult()
 
     def _probed(self, agent: ProbeAgent, result: ProbeResult, lateness_s: float, took_s: float) -> None:
-        self._ports.metrics.observe_probe(agent, result, lateness_s, took_s)
+        entry = self._pods.find(agent.key)
+        kind = way_of(entry.spec).partition(" ")[0] if entry is not None else "icmp"
+        self._ports.metrics.observe_probe(kind, result, lateness_s, took_s)
         self._ports.on_probe(agent, result, lateness_s, took_s)
 
 

@@ -75,7 +75,13 @@ class Daemon:
             instance=instance,
         )
         self.pods = PodController(
-            ports.kube, ports.clock, self.provider, settings, recorder=self.recorder, gate=self.node.alone
+            ports.kube,
+            ports.clock,
+            self.provider,
+            settings,
+            recorder=self.recorder,
+            gate=self.node.alone,
+            tally=ports.metrics,
         )
         self.provider.notify_pods(self.pods.notify, acknowledged=True)
 

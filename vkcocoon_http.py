@@ -12,10 +12,12 @@ checks only read memory; an answer that waits for something would hang exactly w
 The provider creates all three, and closes the latter two.
 """
 
+import os
 import platform
 from bisect import bisect_left
 from collections import Counter as CountOf
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from http import HTTPStatus
 from itertools import accumulate
@@ -44,6 +46,11 @@ LATENESS_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5)
 # From a Linux clone, ready in a fraction of a second, to a cold macOS boot of many minutes.
 READY_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200)
 
+DELIVERY_BUCKETS = (0.005, 0.01, 0.05, 0.1, 0.5, 1, 5, 10, 30, 60, 300)
+PROBE_KINDS = ("icmp", "tcp", "ssh")
+LOOKUPS = ("found", "missing", "conflict", "unreadable")
+SYSTEMS = ("linux", "windows", "macos")
+
 HUB_PERIOD = 1.0
 # The shortest pause between two probes is 100 ms: twice that and the pace is no longer what was promised.
 HUB_LAG_WARNING = 0.2
@@ -65,6 +72,9 @@ class PodSample(Protocol):
         """Why the pod is not ready; not read when it is."""
         ...
 
+    @property
+    def vm(self) -> object | None: ...
+
 
 class ProbeOutcome(Protocol):
     @property
@@ -80,14 +90,43 @@ class _PodCollector:
         self.source: Callable[[], Iterable[PodSample]] = tuple
 
     def collect(self) -> Iterable[Metric]:
-        samples = [(pod.os, pod.ready, pod.reason) for pod in self.source()]  # a copy first: rendering may switch
+        # A copy first: rendering may switch.
+        samples = [(_known_os(pod.os), pod.ready, pod.reason, pod.vm is not None) for pod in self.source()]
         pods = GaugeMetricFamily(f"{PREFIX}_pods", "Pods of this node.", labels=["os", "ready"])
         for (system, ready), number in sorted(CountOf(sample[:2] for sample in samples).items()):
             pods.add_metric([system, "true" if ready else "false"], number)
         waiting = GaugeMetricFamily(f"{PREFIX}_pods_waiting", "Pods that are not ready, by reason.", labels=["reason"])
-        for reason, number in sorted(CountOf(reason for _, ready, reason in samples if not ready).items()):
+        for reason, number in sorted(CountOf(reason for _, ready, reason, _ in samples if not ready).items()):
             waiting.add_metric([reason], number)
-        return pods, waiting
+        vms = GaugeMetricFamily(f"{PREFIX}_vm_table_size", "VMs this process knows.")
+        vms.add_metric([], sum(has_vm for *_, has_vm in samples))
+        return pods, waiting, vms
+
+
+class _LeaseFileCollector:
+    """How old the lease file is, when asked; no number where there is no file."""
+
+    def __init__(self, path: str, clock: Clock) -> None:
+        self._path = path
+        self._clock = clock
+
+    def collect(self) -> Iterable[Metric]:
+        age = GaugeMetricFamily(f"{PREFIX}_lease_file_age_seconds", "How long ago the lease file was changed.")
+        with suppress(OSError):
+            age.add_metric([], max(0.0, self._clock.now().timestamp() - os.stat(self._path).st_mtime))
+        return (age,)
+
+
+class _DeathCollector:
+    """Greenlets that died, counted by the process and not by us."""
+
+    def __init__(self, source: Callable[[], int]) -> None:
+        self._source = source
+
+    def collect(self) -> Iterable[Metric]:
+        errors = CounterMetricFamily(f"{PREFIX}_greenlet_errors", "Greenlets that ended with an exception.")
+        errors.add_metric([], self._source())
+        return (errors,)
 
 
 class _Tally:
@@ -113,25 +152,32 @@ class _ProbeCollector:
     """What probes found and how long they took: counted thousands of times a second, rendered when asked."""
 
     def __init__(self) -> None:
-        self._seconds = {True: _Tally(PROBE_BUCKETS), False: _Tally(PROBE_BUCKETS)}
+        self._seconds = {(kind, ready): _Tally(PROBE_BUCKETS) for kind in PROBE_KINDS for ready in (True, False)}
         self._lateness = _Tally(LATENESS_BUCKETS)
         self._reasons: dict[str, int] = {}
 
-    def count(self, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
-        self._seconds[result.ready].add(took_s)
+    def count(self, kind: str, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
+        self._seconds[kind, result.ready].add(took_s)
         self._lateness.add(lateness_s)
         self._reasons[result.reason] = self._reasons.get(result.reason, 0) + 1
 
     def collect(self) -> Iterable[Metric]:
-        seconds = HistogramMetricFamily(f"{PREFIX}_probe_duration_seconds", "How long a probe took.", labels=["result"])
-        for ready, tally in self._seconds.items():
-            seconds.add_metric(["ready" if ready else "not_ready"], *tally.cumulative())
+        seconds = HistogramMetricFamily(
+            f"{PREFIX}_probe_duration_seconds", "How long a probe took.", labels=["kind", "result"]
+        )
+        for (kind, ready), tally in self._seconds.items():
+            seconds.add_metric([kind, "ready" if ready else "not_ready"], *tally.cumulative())
         lateness = HistogramMetricFamily(f"{PREFIX}_probe_lateness_seconds", "How much later than due a probe began.")
         lateness.add_metric([], *self._lateness.cumulative())
         probes = CounterMetricFamily(f"{PREFIX}_probes", "Probes, by what they found.", labels=["reason"])
         for reason, number in sorted(self._reasons.items()):
             probes.add_metric([str(reason)], number)
         return seconds, lateness, probes
+
+
+def _known_os(text: str) -> str:
+    """A pod may say anything; a label may not."""
+    return text if text in SYSTEMS else "other"
 
 
 class Metrics:
@@ -147,20 +193,24 @@ class Metrics:
         self._degraded = self._gauge("pinger_degraded", "1 while echoes cannot be sent: no CAP_NET_RAW.")
         self._probes = _ProbeCollector()
         self.registry.register(self._probes)
-        self._flips = self._counter("probe_flips", "Changes of the debounced probe state.", "to")
+        self._flips = self._counter("probe_flips", "Changes of what pods are published as.", "to")
         self._time_to_ready = self._histogram(
             "time_to_ready_seconds", "From a pod's creation to its first Ready.", "os", buckets=READY_BUCKETS
         )
-        self._lease_lookups = self._counter("lease_lookups", "Lookups in the DHCP lease file.", "result")
-        self._lease_file_age = self._gauge("lease_file_age_seconds", "How long ago the lease file was changed.")
+        lookups = self._counter("lease_lookups", "Lookups in the DHCP lease file.", "result")
+        self._lease_lookups = {result: lookups.labels(result) for result in LOOKUPS}
         self._lease_releases = self._counter("lease_release", "DHCP leases given back.", "result")
         self._status_writes = self._counter("status_writes", "Writes of a pod's status.", "result")
         self._qemu_restarts = self._counter("qemu_restarts", "Restarts of macOS guests found dead.", "result")
         self._pod_operations = self._counter("pod_lifecycle", "Pod operations.", "op", "result", "reason")
         self._orphans = self._counter("orphan_vm", "VMs no pod asked for, found at start.")
-        self._vms = self._gauge("vm_table_size", "VMs this process knows.")
-        self._reconnects = self._counter("watch_reconnects", "New watches of the API server.", "reason")
-        self._greenlet_errors = self._counter("greenlet_errors", "Greenlets that ended with an exception.")
+        self._deliveries = self._counter(
+            "notify", "States of pods handed over to be published, by what became of them.", "result"
+        )
+        self._delivery_time = self._histogram(
+            "notify_duration_seconds", "From a state handed over to the API holding it.", buckets=DELIVERY_BUCKETS
+        )
+        self._reconnects = self._counter("watch_reconnects", "Watches of the API server that ended.", "reason")
         self._hub_lag = self._histogram(
             "hub_lag_seconds", "How late a greenlet ran that only waited.", buckets=LATENESS_BUCKETS
         )
@@ -182,9 +232,9 @@ class Metrics:
         """Whether the pinger is degraded (I3)."""
         self._degraded.set(degraded)
 
-    def observe_probe(self, _agent: object, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
-        """One finished probe; has the shape of ProbeManager's observer."""
-        self._probes.count(result, max(0.0, lateness_s), took_s)
+    def observe_probe(self, kind: str, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
+        """One finished probe. `kind` is how the guest is asked: icmp, tcp or ssh."""
+        self._probes.count(kind, result, max(0.0, lateness_s), took_s)
 
     def flip(self, ready: bool) -> None:
         """The debounced state of a pod's probe changed to `ready`."""
@@ -192,14 +242,15 @@ class Metrics:
 
     def became_ready(self, guest_os: str, seconds: float) -> None:
         """A pod became Ready for the first time, `seconds` after its creation."""
-        self._time_to_ready.labels(guest_os).observe(seconds)
+        self._time_to_ready.labels(_known_os(guest_os)).observe(seconds)
 
     def lease_lookup(self, result: str) -> None:
         """`result`: found, missing, conflict or unreadable."""
-        self._lease_lookups.labels(result).inc()
+        self._lease_lookups[result].inc()
 
-    def lease_file_age(self, seconds: float) -> None:
-        self._lease_file_age.set(seconds)
+    def leases_from(self, path: str, clock: Clock) -> None:
+        """Which file's age is shown."""
+        self.registry.register(_LeaseFileCollector(path, clock))
 
     def lease_release(self, result: str) -> None:
         """`result`: ok or failed."""
@@ -220,15 +271,20 @@ class Metrics:
     def orphan(self) -> None:
         self._orphans.inc()
 
-    def vms(self, number: int) -> None:
-        self._vms.set(number)
+    def delivery(self, result: str, seconds: float) -> None:
+        """A state of a pod was delivered, superseded by a newer one, or dropped with its pod, so long after it was
+        handed over."""
+        self._deliveries.labels(result).inc()
+        if result == "delivered":
+            self._delivery_time.observe(seconds)
 
     def watch_reconnect(self, reason: str) -> None:
-        """`reason`: ended (by the server, as planned), expired (history gone) or error."""
+        """A watch ended. `reason`: ended (by the server, as planned), expired (history gone) or error."""
         self._reconnects.labels(reason).inc()
 
-    def greenlet_error(self) -> None:
-        self._greenlet_errors.inc()
+    def greenlet_errors_from(self, source: Callable[[], int]) -> None:
+        """Where the greenlets of the process that died are counted."""
+        self.registry.register(_DeathCollector(source))
 
     def hub_lag(self, seconds: float) -> None:
         self._hub_lag.observe(max(0.0, seconds))

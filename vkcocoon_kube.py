@@ -44,6 +44,8 @@ __all__ = [
     "Object",
     "PatchKind",
     "Reflector",
+    "Tally",
+    "Uncounted",
     "list_all",
     "uid_of",
     "version_of",
@@ -143,6 +145,31 @@ class KubeApi(Protocol):
     def delete(self, path: str, *, uid: str = "", grace_seconds: int | None = None) -> Object:
         """DELETE, with a UID precondition when `uid` is given."""
         ...
+
+
+class Tally(Protocol):
+    """Who counts what goes between us and the API (vkcocoon_http.Metrics does); memory only."""
+
+    def status_write(self, result: str) -> None: ...
+    def watch_reconnect(self, reason: str) -> None: ...
+    def pod_operation(self, op: str, result: str, reason: str = "") -> None: ...
+    def delivery(self, result: str, seconds: float) -> None: ...
+
+
+class Uncounted:
+    """A `Tally` of nothing."""
+
+    def status_write(self, result: str) -> None:
+        pass
+
+    def watch_reconnect(self, reason: str) -> None:
+        pass
+
+    def pod_operation(self, op: str, result: str, reason: str = "") -> None:
+        pass
+
+    def delivery(self, result: str, seconds: float) -> None:
+        pass
 
 
 class Backoff:
@@ -476,6 +503,7 @@ class Reflector:
         *,
         field_selector: str = "",
         rng: random.Random | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self.objects: dict[str, Object] = {}
         self.synced = Event()  # set by the first complete list
@@ -483,6 +511,7 @@ class Reflector:
         self._clock = clock
         self._path = path
         self._handler = handler
+        self._tally = tally or Uncounted()
         self._selector = field_selector
         self._rng = rng or random.Random(path + field_selector)
         self._backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S, rng=self._rng)
@@ -560,6 +589,7 @@ class Reflector:
             while (event := self._next(stream)) is not None:
                 version = self._take(event) or version
         except ApiError as error:
+            self._tally.watch_reconnect("expired" if error.status == 410 else "error")
             if error.status in SAME_VERSION:
                 self._away(error)
                 return version
@@ -568,6 +598,7 @@ class Reflector:
             self._watching_since = None
             if hasattr(stream, "close"):
                 stream.close()
+        self._tally.watch_reconnect("ended")
         if self._clock.monotonic() - began < FIRST_RETRY_S:
             self._pause(self._backoff.next())  # a server that hangs up at once must not make us spin
         return version

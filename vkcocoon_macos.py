@@ -54,6 +54,7 @@ class Owner:
     wanted: Callable[[], bool]  # still this pod, still this VM, not being deleted, not failed (M3)
     refresh: Callable[[VM, bool], None]  # the record as inspected; True = a new QEMU was started
     vnc: int = -1  # the display to give again: a start without it turns VNC off
+    failed: Callable[[], None] = lambda: None  # a restart was tried in vain
 
 
 class QemuKeeper:
@@ -141,6 +142,7 @@ class QemuKeeper:
                     owner.refresh(record, started)
         except CommandError as error:
             log.warning("macOS guest could not be restarted", vm=guest.name, error=str(error))
+            owner.failed()
         finally:
             guest.working = False
 

@@ -30,7 +30,7 @@ from gevent.event import Event
 from gevent.pool import Group
 
 from vkcocoon_events import EventRecorder
-from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, Reflector, uid_of
+from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, Reflector, Tally, Uncounted, uid_of
 from vkcocoon_probes import Clock, spawn
 from vkcocoon_publish import TERMINAL, Publishers, pod_path
 from vkcocoon_status import NotOurs, ProviderFailure, pod_key
@@ -138,17 +138,22 @@ class PodController:
         recorder: EventRecorder,
         gate: Event | None = None,
         rng: random.Random | None = None,
+        tally: Tally | None = None,
     ) -> None:
         self._api = api
         self._clock = clock
         self._provider = provider
+        self._tally = tally = tally or Uncounted()
         self._recorder = recorder
         self._gate = gate if gate is not None else _open_gate()
         # Nodes differ in their names, and must not act in step; one node's run can be repeated.
         self._rng = rng or random.Random(settings.node_name)
         selector = f"spec.nodeName={settings.node_name}"
-        self._reflector = Reflector(api, clock, "/api/v1/pods", self, field_selector=selector, rng=self._rng)
-        self._publishers = Publishers(api, clock, cached=self._reflector.objects.get, gate=self._gate, rng=self._rng)
+        self._reflector = Reflector(
+            api, clock, "/api/v1/pods", self, field_selector=selector, rng=self._rng, tally=tally
+        )
+        cached = self._reflector.objects.get
+        self._publishers = Publishers(api, clock, cached=cached, gate=self._gate, rng=self._rng, tally=tally)
         self._pods: dict[str, _Pod] = {}
         self._lines: dict[str, list[str]] = {}  # namespace/name -> UIDs in order of arrival
         self._group = Group()
@@ -403,22 +408,26 @@ class PodController:
         return found if uid_of(found) == record.uid else None
 
     def _ask(self, record: _Pod, verb: str, operation: Callable[[Object], None], pod: Object) -> None:
+        op = verb.lower()
         try:
             operation(copy.deepcopy(pod))
+            self._tally.pod_operation(op, "ok")
         except NotOurs:
+            self._tally.pod_operation(op, "skipped", "NotOurs")
             raise
         except Exception as error:  # the provider's failure of one pod: reported here, tried again by the actor
             ours = not isinstance(error, ProviderFailure)
+            self._tally.pod_operation(op, "failed", type(error).__name__)
             log.warning(
                 "the provider failed",
                 pod=record.key,
                 uid=record.uid,
-                operation=verb.lower(),
+                operation=op,
                 error=str(error),
                 exc_info=ours,
             )
             self._recorder.event(pod, "Warning", f"Provider{verb}Failed", str(error) or type(error).__name__)
-            raise _Failed(f"{verb.lower()}: {error}") from error
+            raise _Failed(f"{op}: {error}") from error
 
     # --- what counts as a change ----------------------------------------------------------------------------------
 

@@ -48,6 +48,7 @@ __all__ = [
     "ProbeResult",
     "ProbeTimeout",
     "SystemClock",
+    "deaths",
     "microseconds",
     "spawn",
 ]
@@ -239,7 +240,17 @@ def spawn(group: Group, name: str, function: Callable[..., Any], *args: Any) -> 
     return greenlet
 
 
+_deaths = 0
+
+
+def deaths() -> int:
+    """How many greenlets of this process have ended with an exception so far."""
+    return _deaths
+
+
 def _log_death(greenlet: gevent.Greenlet[..., Any]) -> None:
+    global _deaths  # noqa: PLW0603  one process, one count
+    _deaths += 1
     log.error("greenlet died greenlet=%r", greenlet.name, exc_info=greenlet.exc_info)
 
 

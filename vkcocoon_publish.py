@@ -30,7 +30,7 @@ from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 from gevent.pool import Group
 
-from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, uid_of, version_of
+from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, Tally, Uncounted, uid_of, version_of
 from vkcocoon_probes import Clock, spawn
 from vkcocoon_status import OWNED_CONDITIONS, OWNED_STATUS_FIELDS, condition_of, pod_key
 
@@ -170,6 +170,7 @@ class _Desk:
     slots: BoundedSemaphore
     gate: Event
     rng: random.Random
+    tally: Tally
 
 
 class _Publisher:
@@ -186,6 +187,7 @@ class _Publisher:
         self._desk = desk
         self._held = held
         self._wanted: _Wanted | None = None
+        self._handed_at: float | None = None  # since when the API is owed the newest state; None: it was held once
         self._had_status = False  # the API has held this status once: a difference is somebody else's
         self._had_annotations = False
         self._accepted: tuple[Object, Object] | None = None  # a status we sent, what the API made of it
@@ -211,6 +213,8 @@ class _Publisher:
         if before is not None and before.phase in TERMINAL and before.phase != wanted.phase:
             log.warning("a terminal pod is not revived", pod=self.key, phase=before.phase, refused=wanted.phase)
             return
+        self._settle("superseded")
+        self._handed_at = self._desk.clock.monotonic()
         self._wanted = wanted
         self.owned_annotations |= wanted.annotations.keys()
         if before is None or before.status != wanted.status:
@@ -243,7 +247,10 @@ class _Publisher:
             return False
         self._had_status = self._had_status or self._status_held(wanted, held)
         self._had_annotations = self._had_annotations or _annotations_held(wanted, held)
-        return not (self._status_held(wanted, held) and _annotations_held(wanted, held))
+        if self._status_held(wanted, held) and _annotations_held(wanted, held):
+            self._settle("delivered")
+            return False
+        return True
 
     def hurry(self) -> Event:
         """An event that is set after an attempt that begins now or later, whatever comes of it."""
@@ -252,7 +259,14 @@ class _Publisher:
         self._kick.set()
         return attempted
 
+    def _settle(self, result: str) -> None:
+        """What became of the newest state that was handed over; counted once for each."""
+        if self._handed_at is not None:
+            self._desk.tally.delivery(result, self._desk.clock.monotonic() - self._handed_at)
+            self._handed_at = None
+
     def end(self, why: str) -> None:
+        self._settle("dropped")
         if not self.ended:
             log.debug("nothing more is published", pod=self.key, uid=self.uid, why=why)
         self.ended = True
@@ -327,6 +341,7 @@ class _Publisher:
         patch = status_patch(wanted.status, held.get("status") or {})
         body = {"metadata": {"uid": self.uid}, "status": patch}
         answer = self._desk.api.patch(f"{self._path}/status", body, kind="strategic")
+        self._desk.tally.status_write("ok")
         self._accepted, self._compared = (wanted.status, _owned(answer.get("status") or {})), None
         self._had_status = self._had_status or wanted is self._wanted
         return self._learn(answer)
@@ -360,6 +375,7 @@ class _Publisher:
         self._complaint = ""
 
     def _failed(self, error: ApiError) -> None:
+        self._desk.tally.status_write("gone" if error.status == 404 else "failed")
         if error.status == 404:
             self.end("the API no longer has the pod")
             return
@@ -407,11 +423,12 @@ class Publishers:
         cached: Callable[[str], Object | None] = _nothing_cached,
         gate: Event | None = None,
         rng: random.Random | None = None,
+        tally: Tally | None = None,
     ) -> None:
         if gate is None:
             gate = Event()
             gate.set()
-        self._desk = _Desk(api, clock, BoundedSemaphore(WRITERS), gate, rng or random.Random(0))
+        self._desk = _Desk(api, clock, BoundedSemaphore(WRITERS), gate, rng or random.Random(0), tally or Uncounted())
         self._cached = cached
         self._by_uid: dict[str, _Publisher] = {}
         self._group = Group()
@@ -433,6 +450,8 @@ class Publishers:
         if publisher is None:
             publisher = self._by_uid[uid] = _Publisher(self._desk, pod, self._cached(uid))
         publisher.want(_Wanted(pod["status"], dict(pod["metadata"].get("annotations") or {})))
+        if not publisher.owes() and not publisher.ended and not publisher.absent:
+            self._desk.tally.status_write("unchanged")
         self._start(publisher)
 
     def observe(self, pod: Object) -> None:

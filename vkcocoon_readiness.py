@@ -35,6 +35,7 @@ class Readiness:
         self._probes = probes
         self._qemu = qemu
         self._vnc = vnc
+        self._metrics = ports.metrics
         self._leases = LeaseFile(work.settings.leases_path)
         self._reach = Reach(ports.pinger, ports.tcp_accepts, ports.ssh_banner)
 
@@ -72,11 +73,24 @@ class Readiness:
             return vm.static_ip if is_unicast_ipv4(vm.static_ip) else ""
         if not entry.spec.managed:
             return entry.ip
-        lease = self._leases.lookup(vm.mac, self._work.clock.now()) if vm.mac else None
-        ip = lease.ip if lease is not None else ""
+        ip = self._leased(vm.mac) if vm.mac else ""
         if ip != entry.ip and not self.set_vm_ip(entry.key, vm.id, ip):
             return ""  # the pod has another VM by now
         return ip
+
+    def _leased(self, mac: str) -> str:
+        """The address of the lease, "" for none; counted."""
+        now = self._work.clock.now()
+        try:
+            lease = self._leases.lookup(mac, now)
+        except LeaseFileError:
+            self._metrics.lease_lookup("unreadable")
+            raise
+        if lease is None:
+            self._metrics.lease_lookup("conflict" if self._leases.conflict(mac, now) else "missing")
+            return ""
+        self._metrics.lease_lookup("found")
+        return lease.ip
 
     def set_vm_ip(self, key: str, vm_id: str, ip: str) -> bool:
         """Write back the address of a pod's VM; refused (False) when the pod has another VM meanwhile.
@@ -134,8 +148,12 @@ class Readiness:
     # --- the QEMU of a macOS guest --------------------------------------------------------------------------------
 
     def _owner(self, entry: TrackedPod, vm: VM) -> Owner:
-        display = self._vnc.reserved(vm.name)
-        return Owner(partial(self._restart_wanted, entry, vm.id), partial(self._refresh_macos, entry, vm.id), display)
+        return Owner(
+            wanted=partial(self._restart_wanted, entry, vm.id),
+            refresh=partial(self._refresh_macos, entry, vm.id),
+            vnc=self._vnc.reserved(vm.name),
+            failed=partial(self._metrics.qemu_restart, "failed"),
+        )
 
     def _restart_wanted(self, entry: TrackedPod, vm_id: str) -> bool:
         """M3: neither a pod that is going nor one whose lifecycle failed is restarted."""
@@ -148,7 +166,7 @@ class Readiness:
         self._vnc.adopt(record.name, record.vnc)
         if restarted:
             entry.restarts += 1
-            self._work.ports.metrics.qemu_restart("ok")
+            self._metrics.qemu_restart("ok")
             self._work.ports.event(
                 entry.pod, "Warning", "GuestRestarted", f"qemu of {record.name} was gone and restarted"
             )

@@ -26,7 +26,7 @@ from vkcocoon_kube import HttpKubeApi
 from vkcocoon_kubelet import Kubelet
 from vkcocoon_net import open_pinger
 from vkcocoon_overview import Overview
-from vkcocoon_probes import Clock, SystemClock
+from vkcocoon_probes import Clock, SystemClock, deaths
 from vkcocoon_server import CannotListen
 from vkcocoon_settings import Settings
 from vkcocoon_signals import Signals
@@ -41,13 +41,15 @@ log = structlog.get_logger()
 
 def real_ports(settings: Settings) -> Ports:
     """The ports of a real host."""
+    metrics = Metrics(__version__)
+    metrics.greenlet_errors_from(deaths)
     return Ports(
         clock=SystemClock(),
         runtime=CocoonCLI(settings.cocoon_bin, max_processes=settings.cocoon_processes),
         macos=CocoonMacosCLI(settings.cocoon_macos_bin, vnc_password=settings.macos_vnc_password),
         kube=HttpKubeApi(settings.kubeconfig, user_agent=f"vk-cocoon/{__version__}"),
         pinger=open_pinger(),
-        metrics=Metrics(__version__),
+        metrics=metrics,
     )
 
 

@@ -42,6 +42,7 @@ from vkcocoon_status import (
     build_terminal_status,
     condition_of,
     copied,
+    format_time,
     lifecycle_annotations,
     pod_key,
     restart_count,
@@ -84,14 +85,17 @@ class TrackedPod:
     committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False
     restarts: int = 0
+    fresh: bool = False  # this process brings it up, and it has not been Ready yet
     flips: deque[tuple[datetime, bool]] = field(default_factory=lambda: deque(maxlen=FLIPS))  # when Ready became what
     stop: Event = field(default_factory=Event)  # set when it is forgotten; its background greenlets wait on it
 
     @classmethod
     def of(cls, pod: Pod) -> TrackedPod:
         """As an earlier run of ours left it in the API; a fresh pod begins as creating, and never restarted."""
-        intent = _seeded_intent(pod["metadata"].get("annotations") or {})
-        return cls(pod, PodSpec.of(pod), intent, restarts=restart_count(pod.get("status") or {}))
+        annotations = pod["metadata"].get("annotations") or {}
+        restarts = restart_count(pod.get("status") or {})
+        fresh = ANNOTATION_ID not in annotations
+        return cls(pod, PodSpec.of(pod), _seeded_intent(annotations), restarts=restarts, fresh=fresh)
 
     @property
     def key(self) -> str:
@@ -316,6 +320,11 @@ class Publication:
     def conflict(self, ip: str, holder: TrackedPod) -> ProbeResult:
         return ProbeResult(False, Reason.ADDRESS_CONFLICT, f"{ip} is the address of {holder.key}, which is Ready there")
 
+    def _age(self, pod: Pod) -> float:
+        """Seconds since the pod was created in the API, whose times have whole seconds."""
+        created = datetime.fromisoformat(pod["metadata"].get("creationTimestamp") or format_time(self._clock.now()))
+        return max(0.0, (self._clock.now() - created).total_seconds())
+
     def _claim(self, entry: TrackedPod) -> None:
         if entry.spec.managed and entry.ready:
             self._addresses.claim(entry, entry.published_ip)
@@ -387,6 +396,9 @@ class Publication:
         if old[0] != ready:
             self._metrics.flip(ready)
             entry.flips.append((self._clock.now(), ready))
+        if ready and entry.fresh:
+            entry.fresh = False
+            self._metrics.became_ready(entry.os, self._age(entry.pod))
         old_ip, new_ip = before.get("podIP"), status.get("podIP")
         if old_ip and new_ip and old_ip != new_ip:
             self._report_event(entry.pod, "Normal", "AddressChanged", f"address changed from {old_ip} to {new_ip}")

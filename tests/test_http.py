@@ -17,6 +17,7 @@ class Pod:
     os: str
     ready: bool
     reason: str = ""
+    vm: object = "a VM"
 
 
 @dataclass
@@ -126,14 +127,20 @@ class TestMetrics:
         assert ("cocoon_vk_pods", (("os", "windows"), ("ready", "true"))) not in samples(server)
 
     def test_a_probe_is_counted_with_its_reason_duration_and_lateness(self, serve, metrics):
-        metrics.observe_probe("agent", Outcome(True, "ProbeSucceeded"), 0.002, 0.03)
-        metrics.observe_probe("agent", Outcome(False, "PingTimeout"), -0.001, 3.0)
+        metrics.observe_probe("icmp", Outcome(True, "ProbeSucceeded"), 0.002, 0.03)
+        metrics.observe_probe("icmp", Outcome(False, "PingTimeout"), -0.001, 3.0)
         found = samples(serve(metrics))
         assert found["cocoon_vk_probes_total", (("reason", "PingTimeout"),)] == 1
         assert found["cocoon_vk_probes_total", (("reason", "ProbeSucceeded"),)] == 1
-        assert found["cocoon_vk_probe_duration_seconds_sum", (("result", "ready"),)] == 0.03
-        assert found["cocoon_vk_probe_duration_seconds_bucket", (("le", "5.0"), ("result", "not_ready"))] == 1
-        assert found["cocoon_vk_probe_duration_seconds_bucket", (("le", "1.0"), ("result", "not_ready"))] == 0
+        assert found["cocoon_vk_probe_duration_seconds_sum", (("kind", "icmp"), ("result", "ready"))] == 0.03
+        assert (
+            found["cocoon_vk_probe_duration_seconds_bucket", (("kind", "icmp"), ("le", "5.0"), ("result", "not_ready"))]
+            == 1
+        )
+        assert (
+            found["cocoon_vk_probe_duration_seconds_bucket", (("kind", "icmp"), ("le", "1.0"), ("result", "not_ready"))]
+            == 0
+        )
         assert found["cocoon_vk_probe_lateness_seconds_sum", ()] == 0.002
         assert found["cocoon_vk_probe_lateness_seconds_count", ()] == 2
 
@@ -149,7 +156,8 @@ class TestMetrics:
             (lambda m: m.qemu_restart("ok"), ("qemu_restarts_total", (("result", "ok"),))),
             (lambda m: m.watch_reconnect("expired"), ("watch_reconnects_total", (("reason", "expired"),))),
             (lambda m: m.orphan(), ("orphan_vm_total", ())),
-            (lambda m: m.greenlet_error(), ("greenlet_errors_total", ())),
+            (lambda m: m.delivery("delivered", 0.2), ("notify_total", (("result", "delivered"),))),
+            (lambda m: m.delivery("delivered", 0.2), ("notify_duration_seconds_count", ())),
             (lambda m: m.hub_lag(0.3), ("hub_lag_seconds_count", ())),
             (
                 lambda m: m.pod_operation("create", "failed", "CommandError"),
@@ -164,17 +172,10 @@ class TestMetrics:
         act(metrics)
         assert samples(server)[full_key] == 1
 
-    def test_gauges_show_the_last_value_set(self, serve, metrics):
-        metrics.vms(7)
-        metrics.lease_file_age(12.5)
-        found = samples(serve(metrics))
-        assert found["cocoon_vk_vm_table_size", ()] == 7
-        assert found["cocoon_vk_lease_file_age_seconds", ()] == 12.5
-
     def test_two_sets_of_metrics_share_nothing(self, serve, metrics):
         other = Metrics("9")
-        metrics.greenlet_error()
-        assert samples(serve(other))["cocoon_vk_greenlet_errors_total", ()] == 0
+        metrics.orphan()
+        assert samples(serve(other))["cocoon_vk_orphan_vm_total", ()] == 0
 
     def test_a_source_that_raises_costs_the_scrape_and_nothing_else(self, serve, metrics):
         def broken():
