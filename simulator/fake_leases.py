@@ -17,7 +17,7 @@ import logging
 import os
 import random
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta, tzinfo
 from http import HTTPStatus
@@ -63,6 +63,7 @@ class _Row(NamedTuple):
 class FakeCocoonNet:
     """One daemon with one pool. Addresses go out at random; the first of the network is the gateway.
 
+    `on_change(mac, ip)` is told of every lease that is new, moved or gone ("" = gone); it must not switch greenlets.
     Knobs: `zone`, the host's time zone, in which the end of a lease is written; `frozen`, while True leases change in
     memory only and nothing but an explicit `write` touches the file; `failing_releases`, how many of the next release
     requests are answered with 500 because the file cannot be saved.
@@ -80,6 +81,7 @@ class FakeCocoonNet:
         self.zone: tzinfo = UTC
         self.frozen = False
         self.failing_releases = 0
+        self.on_change: Callable[[str, str], None] = lambda mac, ip: None
         self._path = os.fspath(path)
         self._clock = clock
         self._rng = rng
@@ -111,7 +113,11 @@ class FakeCocoonNet:
         if not is_unicast_ipv4(ip):
             raise ValueError(f"{ip!r} is not a unicast IPv4 address")
         end = expiry if expiry is not None else (self._clock.now() + self._duration).astimezone(self.zone)
-        self._leases[_checked(mac)] = _Row(ip, end)
+        mac = _checked(mac)
+        before = self._leases.get(mac)
+        self._leases[mac] = _Row(ip, end)
+        if before is None or before.ip != ip:
+            self.on_change(mac, ip)
         self._save()
 
     def address(self, mac: str) -> str:
@@ -151,6 +157,7 @@ class FakeCocoonNet:
             self.failing_releases -= 1
             return HTTPStatus.INTERNAL_SERVER_ERROR, "lease release failed\n"
         if self._leases.pop(mac, None):
+            self.on_change(mac, "")
             self._save()
         return HTTPStatus.NO_CONTENT, ""
 
@@ -166,6 +173,7 @@ class FakeCocoonNet:
         expired = [mac for mac, row in self._leases.items() if row.expiry <= now]
         for mac in expired:
             del self._leases[mac]
+            self.on_change(mac, "")
         if expired:
             self._save()
 

@@ -64,6 +64,8 @@ class GuestSpec:
     ssh_after_s: float | None = None  # port 22 accepts from the lease on, and speaks that much later; None = no sshd
     ssh_banner: str = "SSH-2.0-OpenSSH_9.9"
     latency_s: float = 0.0
+    loss: float = 0.0  # of questions, from 0 to 1; answers are drawn from the host's rng
+    flood: bool = False  # each echo also brings replies that are wrong in one respect each (simulator.wire)
     resume_s: float | None = None  # of a clone, in place of boot_s; None = the same
 
     @classmethod
@@ -97,6 +99,9 @@ class Guest:
         self.echo = False  # answers echoes (once it is up)
         self.mute = False  # answers nothing at all: a hung guest
         self.boots = 0
+        self.latency_s = spec.latency_s
+        self.loss = spec.loss
+        self.flood = spec.flood
         self._ports: dict[int, str | None] = {}  # port -> what it says to who connects; None = it is silent
         self._banner: str | None = None
 
@@ -168,6 +173,7 @@ class Guest:
 
     def _boot(self, seconds: float) -> None:
         self.boots += 1
+        self.latency_s, self.loss, self.flood = self.spec.latency_s, self.spec.loss, self.spec.flood
         self._stop = Event()
         self._host.clock.spawn(f"guest {self.name}", self._live, self._stop, seconds)
 
@@ -433,13 +439,18 @@ class FakePinger:
             return 0.0
         if deadline.remaining() <= 0:
             raise PingTimeout(f"no time left to ping {ip}")
-        if self._errors.get(ip):
-            raise PingError(self._errors[ip].pop(0))
+        if error := self.error_for(ip):
+            raise PingError(error)
         guest = self._host.guest_at(ip)
         if guest is None or guest.mute or not guest.echo or not self._host.travel(guest, deadline):
             self._host.clock.sleep(deadline.remaining())
             raise PingTimeout(f"no reply from {ip}")
-        return guest.spec.latency_s
+        return guest.latency_s
+
+    def error_for(self, ip: str) -> str:
+        """What the next echo to `ip` fails with, "" for nothing; counts it."""
+        errors = self._errors.get(ip)
+        return errors.pop(0) if errors else ""
 
     def fail(self, ip: str, message: str = "", times: int = 1) -> None:
         """The next echoes to `ip` fail at once, by default as unreachable."""
@@ -634,11 +645,18 @@ class FakeHost:
 
     def travel(self, guest: Guest, deadline: Remaining) -> bool:
         """One round trip to a guest; False when the deadline comes first. Always a switch of greenlets, as in life."""
-        seconds = guest.spec.latency_s + self.jitter(guest.name)
-        if seconds > deadline.remaining():
+        seconds = guest.latency_s + self.jitter(guest.name)
+        if seconds > deadline.remaining() or self.lost(guest):
             return False
         self.clock.sleep(seconds)
         return True
+
+    def lost(self, guest: Guest) -> bool:
+        """Is what is asked of the guest at this instant lost on its way?"""
+        if not guest.loss:
+            return False
+        chance = self.rng.unit("loss", guest.name, self.clock.now_us) if isinstance(self.rng, Chance) else 1.0
+        return chance < guest.loss
 
     def jitter(self, *about: str) -> float:
         """What something takes by itself at this instant, in seconds."""

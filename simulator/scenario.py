@@ -147,11 +147,16 @@ def _perform(world: World, step: Step) -> None:
     step.act(world)
 
 
+_TOLD = {("daemon", kind) for kind in ("start", "stop", "kill")} | {
+    ("kube", kind) for kind in ("created", "deleted", "phase", "ready", "reason", "address", "lifecycle", "terminating")
+}
+
+
 def _show(plan: Scenario, seed: int | None, timeline: Timeline, *, err: bool) -> None:
     """The run for a person: what the cluster saw and what was done to it, then the verdicts."""
     click.echo(f"{plan.name}: {plan.until:g} s of virtual time, seed {'none' if seed is None else seed}", err=err)
     for entry in timeline:
-        if entry.actor in ("kube", "scenario", "daemon", "invariant"):
+        if (entry.actor, entry.kind) in _TOLD or entry.actor in ("scenario", "invariant"):
             click.echo(entry.text(), err=err)
     for entry in timeline.of(actor="expect"):
         mark = click.style("met   ", fg="green") if entry.kind == "met" else click.style("BROKEN", fg="red")

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from simulator.clock import VirtualClock
@@ -42,12 +43,17 @@ class Entry(NamedTuple):
         return f"{self.seconds:12.6f}  {self.actor:<8} {self.kind:<14} {self.key:<24} {fields}".rstrip()
 
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
+
+
 class Timeline:
     """The entries of one run."""
 
     def __init__(self, clock: VirtualClock) -> None:
         self._clock = clock
         self._entries: list[Entry] = []
+        self.listeners: list[Callable[[Entry], None]] = []  # told of each entry; must not switch greenlets
+        self.backwards: Callable[[str], None] = lambda text: None  # told when an instant lies before the last one
 
     def __iter__(self) -> Iterator[Entry]:
         return iter(self._entries)
@@ -55,9 +61,15 @@ class Timeline:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def record(self, actor: str, kind: str, key: str, fields: dict[str, Any] | None = None) -> None:
+    def record(self, actor: str, kind: str, key: str, fields: Mapping[str, Any] = NOTHING) -> None:
         """Add an event that happens now."""
-        self._entries.append(Entry(self._clock.now_us, actor, kind, key, tuple((fields or {}).items())))
+        entry = Entry(self._clock.now_us, actor, kind, key, tuple(fields.items()))
+        entries = self._entries
+        if entries and entry.at_us < entries[-1].at_us:
+            self.backwards(f"{entry.seconds:.6f} s comes after {entries[-1].seconds:.6f} s")
+        entries.append(entry)
+        for listener in self.listeners:
+            listener(entry)
 
     def of(self, *, actor: str | None = None, kind: str | None = None, key: str | None = None) -> list[Entry]:
         """The entries that match all that is given."""

@@ -7,14 +7,15 @@
 
 What runs is `vkcocoon_daemon.Daemon` with its real provider, probes, publishers and parsers; only the ports are fakes.
 Time passes in `run` and nowhere else. Whatever the cluster's other inhabitants do (a person, the operator, the
-scheduler) goes through `kube.admin`, which no fault touches. Randomness comes in one stream per purpose, all from the
-seed, so that one fake drawing more does not shift the others.
+scheduler) goes through `kube.admin`, which no fault touches. Everything that happens is in `timeline`, about pods where
+it is about one: `record(actor, kind, pod, fields)`. The rules of simulator.invariants are watched all the time.
 """
 
 from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,23 +27,20 @@ from simulator.fake_kube_resources import Target
 from simulator.fake_kube_store import Change
 from simulator.fake_leases import FakeCocoonNet
 from simulator.fake_vms import FakeHost, Guest, GuestSpec
-from simulator.invariants import Invariants
+from simulator.invariants import ClusterRules, Rulebook
+from simulator.life import Life
 from simulator.timeline import Timeline
-from vkcocoon import Ports
 from vkcocoon_daemon import Daemon
-from vkcocoon_host import Host
 from vkcocoon_kube import ApiError, Object
-from vkcocoon_probes import ProbeAgent, ProbeResult
+from vkcocoon_net import normalize_mac
 from vkcocoon_settings import Settings
-from vkcocoon_status import condition_of
-from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
+from vkcocoon_status import ANNOTATION_VM_NAME, LIFECYCLE_READY, PROBE_READY, condition_of
 
 __all__ = ["World", "example_pod"]
 
 NODE = "sim-node"
 JITTER_S = 0.002  # with a seed: the most that a call, a packet or a message takes by itself
 NODE_IP = "192.0.2.10"
-HOST = Host(cpus=64, memory=256 * 2**30, storage=4 * 2**40, storage_available=3 * 2**40, address=NODE_IP)
 
 _OS_ANNOTATIONS: dict[str, dict[str, str]] = {
     "linux": {"cocoonset.cocoonstack.io/mode": "clone", "cocoonset.cocoonstack.io/image": "devbox-base:7"},
@@ -79,30 +77,49 @@ def example_pod(
 
 
 class World:
-    """One node and everything around it. Without a seed nothing takes time that was not asked to."""
+    """One node and everything around it. Without a seed nothing takes time that was not asked to.
 
-    def __init__(self, seed: int | None = None, *, jitter_s: float | None = None, **settings: Any) -> None:
+    ``jitter_s`` is the most that a call, a packet or a message takes by itself (2 ms with a seed). ``degraded``: the
+    daemon gets no raw socket. ``packets``: it pings with its own pinger on a simulated wire (simulator.wire). The
+    rest are settings of the daemon.
+    """
+
+    def __init__(
+        self,
+        seed: int | None = None,
+        *,
+        jitter_s: float | None = None,
+        degraded: bool = False,
+        packets: bool = False,
+        **settings: Any,
+    ) -> None:
         if jitter_s is None:
             jitter_s = 0.0 if seed is None else JITTER_S
-        self.seed = seed
+        self.seed, self.degraded, self.packets = seed, degraded, packets
         self.chance = Chance(seed)
         self.clock = VirtualClock(seed)
         self.timeline = Timeline(self.clock)
+        self.record = self.timeline.record
+        self.rulebook = Rulebook(self._broken)
+        self.timeline.backwards = lambda text: self.rulebook.broken("time goes forward", NODE, text)
         self._directory = tempfile.TemporaryDirectory(prefix="vk-cocoon-sim-")
         lease_path = Path(self._directory.name) / "leases.json"
         self.leases = FakeCocoonNet(lease_path, self.clock, rng=self.chance.of("leases"))
+        self.leases.on_change = self._lease_changed
         self.leases.start()
         self.host = FakeHost(
-            self.clock, rng=self.chance.of("vms"), leases=self.leases, record=self.timeline.record, jitter_s=jitter_s
+            self.clock, rng=self.chance.of("vms"), leases=self.leases, record=self._host_event, jitter_s=jitter_s
         )
         self.kube = FakeKube(self.clock, rng=self.chance.of("kube"))
         self.kube.gate.jitter_s = jitter_s
-        self.kube.store.on_change.append(self._watch_pod)
-        self.invariants = Invariants(self.kube.store, self._broken)
+        self.kube.store.on_change.append(self._stored)
+        ClusterRules(self.kube.store, self.rulebook)
         defaults: dict[str, Any] = {"node_name": NODE, "node_ip": NODE_IP, "leases_path": str(lease_path)}
         self.settings = Settings(**defaults | settings)
-        self.daemon: Daemon | None = None
+        self.life: Life | None = None
         self._starts = 0
+        self._pods: dict[str, str] = {}  # VM name -> namespace/name of the pod it is for
+        self._macs: dict[str, str] = {}  # MAC -> VM name
 
     def __enter__(self) -> World:
         self.start()
@@ -114,19 +131,33 @@ class World:
 
     # --- the daemon -----------------------------------------------------------------------------------------------
 
+    @property
+    def daemon(self) -> Daemon | None:
+        """The daemon that runs at the moment."""
+        return self.life.daemon if self.life is not None else None
+
     def start(self) -> None:
         """Start the daemon; it runs with the clock."""
+        if self.life is not None:
+            raise RuntimeError("the daemon runs already")
         self._starts += 1
-        self.daemon = Daemon(self.settings, self._ports(), host=HOST, instance=f"sim/{self._starts}")
-        self.timeline.record("daemon", "start", NODE)
-        self.daemon.start()
+        self.record("daemon", "start", NODE)
+        self.life = Life(self, self._starts)
+        self.life.start()
 
     def stop(self) -> None:
         """Stop the daemon as SIGTERM does; VMs, leases and Kubernetes go on."""
-        if self.daemon is not None:
-            self.timeline.record("daemon", "stop", NODE)
-            self.daemon.close()
-            self.daemon = None
+        if self.life is not None:
+            self.record("daemon", "stop", NODE)
+            self.life.stop()
+            self.life = None
+
+    def kill(self) -> None:
+        """End the daemon as SIGKILL does: it says and writes nothing more."""
+        if self.life is not None:
+            self.record("daemon", "kill", NODE)
+            self.life.kill()
+            self.life = None
 
     def close(self) -> None:
         self.stop()
@@ -137,34 +168,6 @@ class World:
     def run(self, seconds: float) -> None:
         """Let exactly that much time pass."""
         self.clock.run(seconds)
-
-    def _ports(self) -> Ports:
-        return Ports(
-            clock=self.clock,
-            runtime=CocoonCLI(
-                "cocoon",
-                execute=self.host.cocoon.execute,
-                stream=self.host.stream,
-                output=self.host.output,
-                clock=self.clock,
-            ),
-            macos=CocoonMacosCLI(
-                "cocoon-macos",
-                execute=self.host.macos.execute,
-                processes=self.host.processes,
-                vnc_password=self.settings.macos_vnc_password,
-                clock=self.clock,
-            ),
-            kube=self.kube,
-            pinger=self.host.pinger,
-            tcp_accepts=self.host.tcp_accepts,
-            ssh_banner=self.host.ssh_banner,
-            release_lease=self.leases.release,
-            on_probe=self._probed,
-        )
-
-    def _probed(self, agent: ProbeAgent, result: ProbeResult, lateness_s: float, took_s: float) -> None:
-        self.timeline.record("probe", "ok" if result.ready else "fail", agent.key, {"reason": str(result.reason)})
 
     # --- the rest of the cluster ----------------------------------------------------------------------------------
 
@@ -222,22 +225,62 @@ class World:
         """The instants at which probes of a pod ended."""
         return [entry.seconds for entry in self.timeline.of(actor="probe", key=f"{namespace}/{name}")]
 
-    def _broken(self, rule: str, key: str, text: str) -> None:
-        self.timeline.record("invariant", "broken", key, {"rule": rule, "why": text})
+    # --- what is written down -------------------------------------------------------------------------------------
 
-    def _watch_pod(self, target: Target, change: Change) -> None:
-        """What Kubernetes holds changed: the events that scenarios and invariants speak about."""
-        if target.resource.plural != "pods":
+    def vm_name(self, ref: str) -> str:
+        """The name of the VM with that id; anything else is given back as it is."""
+        record = self.host.storage.read("cocoon/vms.json") or {}
+        return str(record[ref]["config"]["name"]) if ref in record else ref
+
+    def pod_of(self, vm_name: str) -> str:
+        """namespace/name of the pod that the VM is for; a VM of no pod is itself."""
+        return self._pods.get(vm_name, vm_name)
+
+    def _broken(self, rule: str, key: str, text: str) -> None:
+        self.record("invariant", "broken", key, {"rule": rule, "why": text})
+
+    def _host_event(self, actor: str, kind: str, key: str, fields: Mapping[str, Any]) -> None:
+        """What the host says of itself, about pods rather than VMs. Commands are in the log by their callers."""
+        if actor in ("cocoon", "cocoon-macos"):
             return
+        if kind == "power on":
+            self._macs[normalize_mac(self.host.guest(key).mac)] = key
+            if fields.get("qemus", 0) > 1:
+                self.rulebook.broken("one QEMU a VM", self.pod_of(key), f"{fields['qemus']} of them run")
+        self.record(actor, kind, self.pod_of(key), fields)
+
+    def _lease_changed(self, mac: str, ip: str) -> None:
+        name = self._macs.get(mac) or next((n for n in self._pods if self._has_mac(n, mac)), mac)
+        self.record("lease", "granted" if ip else "gone", self.pod_of(name), {"ip": ip} if ip else {})
+
+    def _has_mac(self, name: str, mac: str) -> bool:
+        with suppress(KeyError):
+            return normalize_mac(self.host.guest(name).mac) == mac
+        return False
+
+    def _stored(self, target: Target, change: Change) -> None:
+        if target.resource.plural == "pods":
+            self._pod_stored(target, change)
+        elif target.resource.plural == "events" and change.new is not None:
+            about = change.new["involvedObject"]
+            key = f"{about.get('namespace') or target.namespace}/{about['name']}"
+            message = str(change.new.get("message", "")).replace(self._directory.name, "")
+            fields = {"message": message, "count": change.new.get("count", 1)}
+            self.record("event", str(change.new["reason"]), key, fields)
+
+    def _pod_stored(self, target: Target, change: Change) -> None:
+        """What Kubernetes holds changed: the events that scenarios and expectations speak about."""
         key, old, new = f"{target.namespace}/{target.name}", change.old or {}, change.new
         if new is None:
-            self.timeline.record("kube", "pod deleted", key)
+            self.record("kube", "deleted", key)
             return
         if change.old is None:
-            self.timeline.record("kube", "pod created", key)
+            self._pods[(new["metadata"].get("annotations") or {}).get(ANNOTATION_VM_NAME, "")] = key
+            self.record("kube", "created", key)
+        before = _facets(old)
         for kind, value in _facets(new).items():
-            if value != _facets(old).get(kind, ""):
-                self.timeline.record("kube", kind, key, {kind: value, "reason": _reason(new)})
+            if value != before.get(kind, ""):
+                self.record("kube", kind, key, {kind: value, "reason": _reason(new)})
 
 
 def _facets(pod: Object) -> dict[str, str]:
@@ -248,6 +291,8 @@ def _facets(pod: Object) -> dict[str, str]:
         "phase": status.get("phase", ""),
         "ready": condition_of(status, "Ready").get("status", ""),
         "reason": condition_of(status, "Ready").get("reason", ""),
+        "probe": condition_of(status, PROBE_READY).get("status", ""),
+        "intent": condition_of(status, LIFECYCLE_READY).get("status", ""),
         "address": status.get("podIP", ""),
         "lifecycle": annotations.get("vm.cocoonstack.io/lifecycle-state", ""),
         "terminating": "True" if metadata.get("deletionTimestamp") else "",

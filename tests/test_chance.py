@@ -50,7 +50,7 @@ def drawn(world, name):
     """What a seed decided about a pod: its identifiers, its address, and how long its commands took."""
     pod = world.pod(name)
     vm = world.host.cocoon.record(f"vk-default-{name}")
-    starts = world.timeline.of(actor="host", kind="power on", key=f"vk-default-{name}")
+    starts = world.timeline.of(actor="host", kind="power on", key=f"default/{name}")
     return pod["metadata"]["uid"], vm["id"], vm["network_configs"], pod["status"]["podIP"], starts[0].at_us
 
 

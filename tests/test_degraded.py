@@ -1,23 +1,15 @@
 """Degraded mode: without a raw socket an address is taken for ready; ports and banners stay real (I2, I3)."""
 
-import dataclasses
-
 import pytest
 
 from simulator.fake_vms import GuestSpec
 from simulator.world import World
 from tests.provider_rig import PORT, annotations, reason
-from vkcocoon_net import NopPinger
-
-
-class DegradedWorld(World):
-    def _ports(self):
-        return dataclasses.replace(super()._ports(), pinger=NopPinger())
 
 
 @pytest.fixture
 def degraded():
-    with DegradedWorld() as world:
+    with World(degraded=True) as world:
         yield world
         assert world.timeline.of(actor="invariant") == []
 
