@@ -45,10 +45,14 @@ class Hibernation:
             self._refuse_macos(entry)
         elif wanted and entry.vm is not None:
             self._hibernate(entry)
-        elif not wanted and entry.hibernated:
-            self._wake(entry)
-        elif not wanted:
+        elif wanted and entry.hibernated:
+            self._give_up_wake(entry)
+        elif wanted:
+            return  # there is no VM yet
+        else:
             self._lift_failure(entry)
+            if entry.hibernated:
+                self._wake(entry)
 
     def _hibernate(self, entry: TrackedPod) -> None:
         """Save the VM under its own name, take it away, forget the probe: in this order, published at each step."""
@@ -63,13 +67,17 @@ class Hibernation:
         except CommandError as error:
             self._publication.fail(entry, "HibernateSnapshotFailed", f"hibernate: {error}")
             raise
+        self._removed(entry, vm)
+
+    def _removed(self, entry: TrackedPod, vm: VM) -> None:
+        """The VM is saved and gone."""
         if not self._pods.holds(entry, vm.id):
             return
         self._removal.release_leases(vm)
         entry.vm, entry.ip, entry.hibernated = None, "", True
         self._readiness.stop(entry)
         entry.set_intent(IntentState.HIBERNATED)
-        self._work.ports.event(entry.pod, "Normal", "Hibernated", f"hibernate: {name} saved on this host")
+        self._work.ports.event(entry.pod, "Normal", "Hibernated", f"hibernate: {vm.name} saved on this host")
 
     def _save(self, entry: TrackedPod, vm: VM) -> None:
         """Save a VM that runs. One that is gone was removed by an attempt that saved it and never heard of its end."""
@@ -97,12 +105,30 @@ class Hibernation:
             message = f"wake: {entry.spec.vm_name} cloned from its snapshot"
             self._work.ports.event(entry.pod, "Normal", "Woken", message)
 
+    def _give_up_wake(self, entry: TrackedPod) -> None:
+        """A wake that did not come to its end and is no longer asked for: what it made goes, what was saved is there.
+        A hibernate that a restart interrupted ends in the same way."""
+        if entry.intent.state is IntentState.HIBERNATED:
+            return
+        entry.set_intent(IntentState.HIBERNATING)
+        with self._work.locks.held(entry.spec.vm_name):
+            self._removal.destroy_made(entry)
+        entry.set_intent(IntentState.HIBERNATED)
+
     def _lift_failure(self, entry: TrackedPod) -> None:
-        """A failed hibernate that is no longer asked for is lifted when the VM turns out to run; others stay."""
+        """A failed hibernate that is no longer asked for is lifted when the VM turns out to run; others stay. A VM that
+        is gone although it failed was saved before: that is hibernated all the same."""
         vm, failed = entry.vm, entry.intent
         if vm is None or failed.state is not IntentState.FAILED or not failed.message.startswith("hibernate: "):
             return
-        if self._runtime.inspect(vm.id).running and self._pods.holds(entry, vm.id) and entry.intent is failed:
+        try:
+            running = self._runtime.inspect(vm.id).running
+        except VMNotFound:
+            if entry.saved != vm.id:
+                raise
+            self._removed(entry, vm)
+            return
+        if running and self._pods.holds(entry, vm.id) and entry.intent is failed:
             entry.set_intent(IntentState.CREATING)
             self._setup.await_address(entry, vm.id, None, "hibernate")
 

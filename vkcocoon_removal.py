@@ -47,6 +47,13 @@ class Removal:
         with suppress(VMNotFound):  # already gone is what we want
             self._work.ports.runtime.remove(vm_id)
 
+    def destroy_made(self, entry: TrackedPod) -> None:
+        """The VM that an attempt made and the pod was never bound to; the caller holds its lock."""
+        with suppress(VMNotFound):
+            vm = self._work.ports.runtime.inspect(entry.spec.vm_name)
+            self.destroy(vm.id)
+            self.release_leases(vm)
+
     def release_leases(self, vm: VM) -> None:
         """Best effort: an address that stays leased costs the pool one entry for a day, never the delete."""
         ports = self._work.ports

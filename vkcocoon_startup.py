@@ -108,8 +108,8 @@ class Startup:
             except CommandError:
                 return
         entry.hibernated = entry.committed = True
-        entry.set_intent(IntentState.HIBERNATING)  # what failed before is tried again now
-        entry.set_intent(IntentState.HIBERNATED)
+        # The rest of what was interrupted is done by its actor, which is handed every pod once.
+        entry.set_intent(IntentState.HIBERNATING if interrupted else IntentState.HIBERNATED)
         self._publication.publish(entry)
 
     def _orphan(self, record: VM) -> None:

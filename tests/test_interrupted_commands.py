@@ -186,3 +186,44 @@ def test_a_removal_that_is_interrupted_is_finished(world, os, step, how):
     world.delete_pod("web-0")
     world.run(60)
     assert (world.pod("web-0"), records(world), world.host.pids()) == (None, [], [])
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("how", ["killed", "refused"])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_wake_that_failed_and_is_no_longer_wanted_is_hibernated_again(ready, step, how, restart):
+    ready.annotate("web-0", hibernate="true")
+    ready.run(5)
+    spoil(ready.host.cocoon, how, "vm clone", step)
+    ready.annotate("web-0", hibernate=None)
+    ready.run(0.5)
+    assert annotations(ready, "web-0")["lifecycle-state"] == "failed"
+    if restart:
+        ready.stop()
+        ready.start()
+    ready.annotate("web-0", hibernate="true")
+    ready.run(30)
+    assert annotations(ready, "web-0")["lifecycle-state"] == "hibernated"
+    assert (records(ready), ready.host.pids()) == ([], [])
+    ready.annotate("web-0", hibernate=None)
+    ready.run(30)
+    assert ready.ready("web-0")
+    assert clones(ready, "devbox-base:7") == 1
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("step", STEPS)
+def test_a_hibernate_that_failed_and_is_no_longer_wanted_leaves_the_pod_ready(ready, step, restart):
+    """Whether its VM is gone already or not: then it comes back from what was saved."""
+    ready.host.cocoon.kill("vm rm", step=step)
+    ready.annotate("web-0", hibernate="true")
+    ready.run(0.5)
+    assert annotations(ready, "web-0")["lifecycle-state"] == "failed"
+    ready.annotate("web-0", hibernate=None)
+    if restart:
+        ready.stop()
+        ready.start()
+    ready.run(60)
+    assert ready.ready("web-0")
+    assert records(ready) == [("vk-default-web-0", "running")]
+    assert clones(ready, "devbox-base:7") == 1
