@@ -21,6 +21,7 @@ from vkcocoon_probes import SystemClock, spawn
 
 CLOCK = SystemClock()
 ANSWER_S = 60.0
+IDLE_S = 10.0  # a connection that was idle for longer is not used again
 STRATEGIC, MERGE, JSON = (f"application/{kind}+json" for kind in ("strategic-merge-patch", "merge-patch", "json-patch"))
 
 
@@ -51,7 +52,7 @@ class Api:
         self.url = url
         self._tls = tls
         self._token = token
-        self._idle: list[http.client.HTTPConnection] = []
+        self._idle: list[tuple[float, http.client.HTTPConnection]] = []  # since when
 
     def send(
         self,
@@ -70,13 +71,13 @@ class Api:
                 answer = Answer(response.status, dict(response.getheaders()), response.read())
             except (OSError, http.client.HTTPException):
                 connection.close()
-                if fresh or verb != "GET":
+                if fresh or verb == "POST":
                     raise
-                continue
+                continue  # the server had closed what lay idle
             if response.will_close:
                 connection.close()
             else:
-                self._idle.append(connection)
+                self._idle.append((CLOCK.monotonic(), connection))
             return answer
         raise AssertionError("unreachable")
 
@@ -120,8 +121,11 @@ class Api:
                 yield json.loads(line)
 
     def _connection(self, fresh: bool) -> http.client.HTTPConnection:
-        if self._idle and not fresh:
-            return self._idle.pop()
+        while self._idle and not fresh:
+            since, connection = self._idle.pop()
+            if CLOCK.monotonic() - since < IDLE_S:
+                return connection
+            connection.close()
         parts = urlsplit(self.url)
         if self._tls is not None:
             return http.client.HTTPSConnection(parts.hostname, parts.port, timeout=ANSWER_S, context=self._tls)
