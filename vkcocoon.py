@@ -30,6 +30,7 @@ from collections.abc import Set
 from typing import Any
 
 import structlog
+from gevent.event import Event
 from gevent.pool import Group
 
 from vkcocoon_creation import Creation
@@ -62,7 +63,8 @@ class Provider:
     met raise `SpecError`, pods that ask for no VM raise `NotOurs`; the caller tries again when it thinks right.
     """
 
-    def __init__(self, settings: Settings, ports: Ports) -> None:
+    def __init__(self, settings: Settings, ports: Ports, *, gate: Event | None = None) -> None:
+        """While ``gate`` is not set, VMs that stop are neither restarted nor given up (K11)."""
         self._ports = ports
         self._probes = ProbeManager(ports.clock, observer=self._probed)
         self._pods = PodTable()
@@ -74,18 +76,23 @@ class Provider:
             report=ports.event,
             metrics=ports.metrics,
         )
-        work = Workplace(settings, ports, self._pods, self._publication, VMLocks(), Group())
+        work = Workplace(settings, ports, self._pods, self._publication, VMLocks(), Group(), gate or _open_gate())
         vnc = VncPorts(enabled=bool(settings.macos_vnc_password))
         qemu = QemuKeeper(ports.clock, ports.macos, lock=work.locks.held, group=work.group)
         self._readiness = Readiness(work, probes=self._probes, qemu=qemu, vnc=vnc)
         setup = GuestSetup(work, self._readiness)
         self._removal = Removal(work, qemu=qemu, vnc=vnc)
         self._creation = Creation(work, setup=setup, qemu=qemu, vnc=vnc)
+        self._watch = VMWatch(work, removal=self._removal, readiness=self._readiness)
         self._hibernation = Hibernation(
-            work, creation=self._creation, removal=self._removal, setup=setup, readiness=self._readiness
+            work,
+            creation=self._creation,
+            removal=self._removal,
+            setup=setup,
+            readiness=self._readiness,
+            look=self._watch.look,
         )
         self._startup = Startup(work, setup=setup, removal=self._removal, track=self._track, create=self.create_pod)
-        self._watch = VMWatch(work)
         ports.metrics.pods_from(lambda: self._pods)
         ports.metrics.leases_from(settings.leases_path, ports.clock)
         ports.metrics.degraded(ports.pinger.degraded)
@@ -265,3 +272,9 @@ def main(settings: Settings) -> int:
     from vkcocoon_service import serve
 
     return serve(settings)
+
+
+def _open_gate() -> Event:
+    gate = Event()
+    gate.set()
+    return gate

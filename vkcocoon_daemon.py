@@ -62,7 +62,6 @@ class Daemon:
         self.started = Event()
         self.recorder = EventRecorder(ports.kube, ports.clock, node_name=settings.node_name)
         self.ports = replace(ports, event=self.recorder.event)
-        self.provider = Provider(settings, self.ports)
         self.node = NodeController(
             ports.kube,
             ports.clock,
@@ -74,6 +73,7 @@ class Daemon:
             host=host,
             instance=instance,
         )
+        self.provider = Provider(settings, self.ports, gate=self.node.alone)
         self.pods = PodController(
             ports.kube,
             ports.clock,

@@ -7,6 +7,8 @@ level-triggered: `apply` compares what the annotation wants with what there is, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from vkcocoon_creation import Creation
 from vkcocoon_ports import Workplace
 from vkcocoon_readiness import Readiness
@@ -26,8 +28,16 @@ class Hibernation:
     """Brings pods to where their hibernate annotation wants them. Raises SpecError and CommandError."""
 
     def __init__(
-        self, work: Workplace, *, creation: Creation, removal: Removal, setup: GuestSetup, readiness: Readiness
+        self,
+        work: Workplace,
+        *,
+        creation: Creation,
+        removal: Removal,
+        setup: GuestSetup,
+        readiness: Readiness,
+        look: Callable[[TrackedPod], None],
     ) -> None:
+        """``look`` is called when a VM that was left alone for our sake may need looking after."""
         self._work = work
         self._pods, self._publication = work.pods, work.publication
         self._runtime = work.ports.runtime
@@ -35,11 +45,12 @@ class Hibernation:
         self._removal = removal
         self._setup = setup
         self._readiness = readiness
+        self._look = look
 
     def apply(self, entry: TrackedPod) -> None:
         """Bring the VM to where the hibernate annotation wants it; unmanaged pods are the operator's own business."""
         wanted = entry.spec.hibernate
-        if not entry.spec.managed or entry.terminating or not self._pods.holds(entry):
+        if not entry.spec.managed or entry.terminating or entry.gone or not self._pods.holds(entry):
             return
         if entry.spec.macos:
             self._refuse_macos(entry)
@@ -66,6 +77,7 @@ class Hibernation:
                 self._removal.destroy(vm.id)
         except CommandError as error:
             self._publication.fail(entry, "HibernateSnapshotFailed", f"hibernate: {error}")
+            self._look(entry)
             raise
         self._removed(entry, vm)
 
@@ -129,6 +141,7 @@ class Hibernation:
             self._removed(entry, vm)
             return
         if running and self._pods.holds(entry, vm.id) and entry.intent is failed:
+            entry.saved = ""  # it runs on: what was saved is of an earlier time
             entry.set_intent(IntentState.CREATING)
             self._setup.await_address(entry, vm.id, None, "hibernate")
 

@@ -202,6 +202,9 @@ class Metrics:
         self._lease_releases = self._counter("lease_release", "DHCP leases given back.", "result")
         self._status_writes = self._counter("status_writes", "Writes of a pod's status.", "result")
         self._qemu_restarts = self._counter("qemu_restarts", "Restarts of macOS guests found dead.", "result")
+        self._vm_restarts = self._counter("vm_restarts", "Restarts in place of microVMs found stopped.", "result")
+        self._evictions = self._counter("evictions", "Pods given up because of what became of their VM.", "reason")
+        self._doubtful_looks = self._counter("vm_inspect_transient_fail", "Looks at a VM that proved nothing.")
         self._pod_operations = self._counter("pod_lifecycle", "Pod operations.", "op", "result", "reason")
         self._orphans = self._counter("orphan_vm", "VMs no pod asked for, found at start.")
         self._deliveries = self._counter(
@@ -263,6 +266,18 @@ class Metrics:
     def qemu_restart(self, result: str) -> None:
         """`result`: ok or failed."""
         self._qemu_restarts.labels(result).inc()
+
+    def vm_restart(self, result: str) -> None:
+        """`result`: ok or failed."""
+        self._vm_restarts.labels(result).inc()
+
+    def eviction(self, reason: str) -> None:
+        """A pod was deleted because its VM was lost; `reason` is the one its containers terminated with."""
+        self._evictions.labels(reason).inc()
+
+    def doubtful_look(self) -> None:
+        """A VM was inspected and the answer proved nothing."""
+        self._doubtful_looks.inc()
 
     def pod_operation(self, op: str, result: str, reason: str = "") -> None:
         """`op`: create, update or delete; `result`: ok, failed or skipped."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from gevent.event import Event
 from gevent.pool import Group
 
 from vkcocoon_guests import Pinger
@@ -43,7 +44,8 @@ class Ports:
 
 @dataclass(frozen=True, slots=True)
 class Workplace:
-    """What the rooms of one provider share. `group` holds the background greenlets of pods."""
+    """What the rooms of one provider share. `group` holds the background greenlets of pods; while `gate` is not set
+    nothing is done to VMs except what the actor of a pod asks for (K11)."""
 
     settings: Settings
     ports: Ports
@@ -51,6 +53,7 @@ class Workplace:
     publication: Publication
     locks: VMLocks
     group: Group
+    gate: Event
 
     @property
     def clock(self) -> Clock:

@@ -117,14 +117,14 @@ class Readiness:
         """The three checks in their order: the VM is tracked, its address is current, it answers (clause 1)."""
         vm = entry.vm
         if vm is None or entry.gone:
-            return ProbeResult(False, Reason.VM_GONE, f"VM {entry.spec.vm_name} no longer exists")
+            return ProbeResult(False, Reason.VM_GONE, entry.lost or f"the pod has no VM {entry.spec.vm_name}")
         return self._no_address(entry, vm) or self._reach.guest(entry.ip, entry.spec.annotations, deadline)
 
     def _macos_probe(self, entry: TrackedPod, deadline: Deadline) -> ProbeResult:
         """The same for macOS: the QEMU process first, and sshd's banner where no port is declared (clause 1, macOS)."""
         vm = entry.vm
         if vm is None or entry.gone:
-            return ProbeResult(False, Reason.VM_GONE, f"VM {entry.spec.vm_name} no longer exists")
+            return ProbeResult(False, Reason.VM_GONE, entry.lost or f"the pod has no VM {entry.spec.vm_name}")
         if (dead := self._qemu.check(vm, self._owner(entry, vm))) is not None:
             return dead
         result = self._no_address(entry, vm) or self._reach.macos(entry.ip, entry.spec.annotations, deadline)
@@ -156,8 +156,9 @@ class Readiness:
         )
 
     def _restart_wanted(self, entry: TrackedPod, vm_id: str) -> bool:
-        """M3: neither a pod that is going nor one whose lifecycle failed is restarted."""
-        return self._pods.holds(entry, vm_id) and not entry.terminating and entry.intent.state is not IntentState.FAILED
+        """M3: neither a pod that is going nor one whose lifecycle failed is restarted; nor any while K11 forbids."""
+        allowed = self._work.gate.is_set() and entry.intent.state is not IntentState.FAILED
+        return allowed and self._pods.holds(entry, vm_id) and not entry.terminating
 
     def _refresh_macos(self, entry: TrackedPod, vm_id: str, record: VM, restarted: bool) -> None:
         if not self._pods.holds(entry, vm_id):

@@ -69,8 +69,8 @@ class Removal:
 
     def _remove_vm(self, entry: TrackedPod) -> None:
         """Remove by the id we bound, else by the name only this pod can have; leases go after the VM, never before."""
-        vm = entry.vm
-        if vm is None:
+        vm = None if entry.gone else entry.vm
+        if vm is None and not entry.gone:
             with suppress(VMNotFound, SpecError):
                 entry.spec.check_name()
                 vm = self._work.ports.runtime.inspect(entry.spec.vm_name)

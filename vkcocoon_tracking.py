@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from typing import Any
 from weakref import WeakValueDictionary
@@ -49,7 +49,7 @@ from vkcocoon_status import (
 )
 from vkcocoon_vms import VM
 
-__all__ = ["Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod", "VMLocks"]
+__all__ = ["Eviction", "Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod", "VMLocks"]
 
 Pod = dict[str, Any]
 Notify = Callable[[Pod], None]
@@ -65,6 +65,14 @@ _TOLD_OTHERWISE = frozenset(
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """Why a pod is given up: one word for the operator, a sentence for people."""
+
+    reason: str
+    message: str
+
+
 @dataclass(eq=False, slots=True)
 class TrackedPod:
     """One incarnation of a pod and what we know of its VM."""
@@ -73,7 +81,9 @@ class TrackedPod:
     spec: PodSpec
     intent: Intent = field(default_factory=Intent)
     vm: VM | None = None
-    gone: bool = False  # the VM was confirmed missing behind our back
+    lost: str = ""  # how the VM was lost behind our back; "" = it was not
+    eviction: Eviction | None = None  # decided; the pod is being given up
+    restarted: tuple[str, float] = ("", 0.0)  # id of the VM that was restarted in place last, when it began
     ip: str = ""  # tracked address: a cache of the lease, or the static one
     published_ip: str = ""
     agent: ProbeAgent | None = None
@@ -84,6 +94,7 @@ class TrackedPod:
     saved: str = ""  # the id of the VM that was last saved whole
     committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False
+    seen_gone: bool = False  # the API shows that its VM is gone
     restarts: int = 0
     fresh: bool = False  # this process brings it up, and it has not been Ready yet
     flips: deque[tuple[datetime, bool]] = field(default_factory=lambda: deque(maxlen=FLIPS))  # when Ready became what
@@ -104,6 +115,11 @@ class TrackedPod:
     @property
     def uid(self) -> str:
         return str(self.pod["metadata"]["uid"])
+
+    @property
+    def gone(self) -> bool:
+        """The VM that is noted here is certainly no more."""
+        return bool(self.lost)
 
     @property
     def terminating(self) -> bool:
@@ -277,7 +293,7 @@ class Publication:
         """The pod as it is known now. Equal states are handed over once; a pod that is going says nothing more."""
         if entry.terminating or not self._pods.holds(entry):
             return
-        probe = self._probe_of(entry)
+        probe = ProbeResult(False, Reason.VM_GONE, entry.lost) if entry.gone else self._probe_of(entry)
         entry.published_ip = self._address_to_publish(entry, probe)
         holder = self.holder(entry, entry.published_ip)
         entry.conflicted = holder is not None and probe.ready
@@ -292,8 +308,10 @@ class Publication:
         self._hand_over(entry, self._status(entry, probe, terminating=True), {})
 
     def terminal(self, entry: TrackedPod) -> None:
-        """The last word: the VM is gone."""
-        self._hand_over(entry, build_terminal_status(entry.pod, self._clock.now(), previous=entry.status), {})
+        """The last word: the VM is gone, as it was asked for or because it was lost."""
+        lost = {"phase": "Failed", **asdict(entry.eviction)} if entry.eviction else {}
+        status = build_terminal_status(entry.pod, self._clock.now(), previous=entry.status, **lost)
+        self._hand_over(entry, status, {})
 
     def withdraw(self, entry: TrackedPod) -> None:
         """The pod is forgotten; its address is free once the API no longer shows it Ready there."""
@@ -302,16 +320,21 @@ class Publication:
 
     def observed(self, pod: Pod) -> None:
         """The API holds this. Who has been seen to leave an address no longer keeps others from it."""
-        entry = self._claimers.get(pod["metadata"]["uid"])
-        if entry is not None:
-            status = pod.get("status") or {}
-            seen_ready = condition_of(status, "Ready").get("status") == "True"
+        uid, status = pod["metadata"]["uid"], pod.get("status") or {}
+        seen_ready = condition_of(status, "Ready").get("status") == "True"
+        if (tracked := self._pods.get(uid)) is not None:
+            tracked.seen_gone = condition_of(status, PROBE_READY).get("reason") == Reason.VM_GONE
+        if (entry := self._claimers.get(uid)) is not None:
             self._release(entry, seen=str(status.get("podIP", "")) if seen_ready else "")
 
     def vanished(self, uid: str) -> None:
         """The API no longer holds the pod."""
         if (entry := self._claimers.get(uid)) is not None:
             self._release(entry)
+
+    def answers(self, entry: TrackedPod) -> bool:
+        """Do the pod's probes succeed, debounced?"""
+        return self._probe_of(entry).ready
 
     def holder(self, entry: TrackedPod, ip: str) -> TrackedPod | None:
         """The other managed pod that is published Ready on this address, if any (L10)."""

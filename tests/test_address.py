@@ -9,6 +9,7 @@ import pytest
 
 from simulator.fake_vms import GuestSpec
 from tests.provider_rig import FAST, PORT, annotations, events, message, reason, status, writes
+from vkcocoon_kube import ApiError
 
 SILENT_PORT = GuestSpec(boot_s=0.0, lease_s=0.0, ports=(80,))
 
@@ -197,7 +198,8 @@ def test_a_probe_port_that_is_none_is_never_ready_although_the_guest_answers(wor
 
 
 def test_a_vm_that_vanished_is_not_ready_although_its_address_answers(ready):
-    """An orphan process keeps the address alive; the first check comes first."""
+    """An orphan process keeps the address alive; the first check comes first, also while the pod cannot be evicted."""
+    ready.kube.fail("DELETE */pods/web-0", ApiError(500, "InternalError", "later"), times=None)
     ip = ready.guest("web-0").ip
     ready.host.cocoon.execute(["cocoon", "vm", "rm", "--force", "vk-default-web-0"], 30.0)
     ready.create_pod("squatter", guest=FAST)

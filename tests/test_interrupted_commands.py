@@ -8,7 +8,7 @@ that was saved.
 import pytest
 
 from simulator.fake_vms import GuestSpec
-from tests.provider_rig import FAST, annotations, status
+from tests.provider_rig import FAST, annotations, events, status
 
 STEPS = ("before", "middle", "after")
 MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
@@ -171,9 +171,13 @@ def test_a_vm_that_was_never_saved_is_not_called_hibernated_when_it_is_lost(read
     ready.annotate("web-0", hibernate=None)
     ready.run(5)
     ready.host.cocoon.execute(["cocoon", "vm", "rm", "--force", "vk-default-web-0"], 30.0)
+    since = ready.clock.elapsed()
     ready.annotate("web-0", hibernate="true")
     ready.run(60)
-    assert annotations(ready, "web-0")["lifecycle-state"] == "failed"
+    told = [entry for entry in ready.timeline.of(actor="kube", key="default/web-0") if entry.seconds >= since]
+    assert "hibernated" not in [dict(entry.fields)["lifecycle"] for entry in told if entry.kind == "lifecycle"]
+    assert "VMGone" in [event[0] for event in events(ready, "web-0")]
+    assert ready.pod("web-0") is None
 
 
 @pytest.mark.parametrize("how", ["killed", "refused"])

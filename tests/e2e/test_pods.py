@@ -302,12 +302,11 @@ def test_P31_a_guest_that_goes_and_comes_back_costs_two_writes(host, plane, pods
         assert condition(up.object, still) == condition(pod, still)
 
 
-def test_P35_a_vm_that_vanished_behind_our_back_is_said_to_be_gone(host, plane, pods, ready_pod):
+def test_P35_a_vm_that_vanished_behind_our_back_is_said_to_be_gone_and_its_pod_is_evicted(host, pods, ready_pod):
     pod = ready_pod("lost")
     host.tools.cocoon.run(["vm", "rm", "--force", pod["metadata"]["annotations"]["vm.cocoonstack.io/id"]])
     lost = pods.first(is_not_ready, 40, uid=uid_of(pod), since=up_at(pods, pod))
     assert reason(lost) == "VMGone"
-    plane.admin.delete(pod_path(pod))
     pods.first(is_gone, uid=uid_of(pod))
 
 
