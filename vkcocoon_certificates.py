@@ -31,7 +31,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from vkcocoon_probes import Clock
 from vkcocoon_settings import SettingError
 
-__all__ = ["Certificates"]
+__all__ = ["Certificates", "end_of_certificate"]
 
 LARGEST_FILE = 1024 * 1024
 OWN_LIFE = timedelta(days=365)
@@ -191,6 +191,12 @@ def _content(setting: str, path: str) -> bytes:
     if not content or len(content) > LARGEST_FILE:
         raise _Unusable(setting, path, f"a file that is not empty and has at most {LARGEST_FILE} bytes")
     return content
+
+
+def end_of_certificate(path: str) -> datetime:
+    """When the first certificate in a file ends. Raises OSError, and ValueError for a file without one."""
+    with open(path, "rb") as file:
+        return x509.load_pem_x509_certificate(file.read(LARGEST_FILE)).not_valid_after_utc
 
 
 def _no_password() -> str:

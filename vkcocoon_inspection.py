@@ -1,4 +1,4 @@
-"""The commands that look and change nothing: config, status, leases, probe.
+"""The commands that look and change nothing: config, status, doctor, probe, leases.
 
 They are for a person on the host, so they read the env-file as the unit does (vkcocoon_envfile), say what they found on
 stdout and everything else on stderr, and end with 1 when what they were asked about is not well. Each imports what it
@@ -25,6 +25,7 @@ from vkcocoon_settings import SETTINGS, Setting, Settings
 from vkcocoon_terminal import Mark, Paint, ago, columns, milliseconds, printable
 
 if TYPE_CHECKING:
+    from vkcocoon_doctor import Finding
     from vkcocoon_net import Lease, LeaseFile
     from vkcocoon_stages import Stage, Tools
 
@@ -394,4 +395,83 @@ def _stage_entry(stage: Stage) -> dict[str, object]:
     }
 
 
-INSPECTIONS: Mapping[str, tuple[click.Command, ...]] = {"Service": (config,), "Inspect": (status, probe, leases)}
+# doctor -----------------------------------------------------------------------------------------------------------
+
+
+@click.command()
+@click.option("--pre", is_flag=True, help="Only what a host needs before anything is installed.")
+@click.option("--strict", is_flag=True, help="Count warnings as errors.")
+@env_file_option
+@output_option("table", "json")
+@color_option
+def doctor(pre: bool, strict: bool, env_file: str | None, output: str, color: str) -> None:
+    """Check this host, its leases, cocoon, the cluster and the service, and say how to mend what is wrong.
+
+    Changes nothing. Exits with 1 when something is wrong; with --strict also for a warning.
+
+    \b
+    Examples:
+      vk-cocoon doctor
+      vk-cocoon doctor --pre
+      vk-cocoon doctor -o json --strict
+    """
+    import vkcocoon  # first: it makes what follows cooperative
+    import vkcocoon_logs
+
+    vkcocoon_logs.configure("critical", "text")  # the findings say it
+    paint = Paint(color, sys.stdout, os.environ)
+    sections: dict[str, list[Finding]] = {}
+    for section, finding in _findings(loaded(env_file), env_file or DEFAULT_PATH, vkcocoon.__version__, pre=pre):
+        if output == "table":
+            for line in _finding_lines(section, finding, paint, first=section not in sections):
+                click.echo(line)
+        sections.setdefault(section, []).append(finding)
+    marks = [finding.mark for found in sections.values() for finding in found]
+    errors, warnings = marks.count(Mark.FAILED), marks.count(Mark.WARNING)
+    if output == "json":
+        told = [{"name": name, "checks": list(map(_finding_entry, found))} for name, found in sections.items()]
+        print_json({"errors": errors, "warnings": warnings, "sections": told})
+    else:
+        click.echo(f"\n{_number(errors, 'error')}, {_number(warnings, 'warning')}")
+    sys.exit(NOT_WELL if errors or (strict and warnings) else 0)
+
+
+def _findings(settings: Settings, env_file: str, version: str, *, pre: bool) -> Iterator[tuple[str, Finding]]:
+    from vkcocoon_commands import CommandRunner
+    from vkcocoon_doctor import Site, examine
+    from vkcocoon_kube import HttpKubeApi
+    from vkcocoon_probes import SystemClock
+    from vkcocoon_window import ask
+
+    site = Site(
+        settings=settings,
+        clock=SystemClock(),
+        execute=CommandRunner(),
+        connect=lambda: HttpKubeApi(settings.kubeconfig),
+        ask=ask,
+        version=version,
+        env_file=env_file,
+    )
+    return examine(site, pre=pre)
+
+
+def _finding_lines(section: str, finding: Finding, paint: Paint, *, first: bool) -> Iterator[str]:
+    if first:
+        yield section
+    yield f"{paint.mark(finding.mark)} {printable(finding.text)}"
+    if finding.fix:
+        yield f"    fix: {finding.fix}"
+
+
+def _finding_entry(finding: Finding) -> dict[str, str]:
+    return {"name": finding.name, "result": str(finding.mark), "text": finding.text, "fix": finding.fix}
+
+
+def _number(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+INSPECTIONS: Mapping[str, tuple[click.Command, ...]] = {
+    "Service": (config,),
+    "Inspect": (status, doctor, probe, leases),
+}

@@ -294,7 +294,7 @@ class FakeKube(Door):
             raise method_not_allowed(target)
         if target.resource.plural == "tokenreviews":
             return self._token_review(body)
-        if target.resource.plural == "subjectaccessreviews":
+        if target.resource.plural in ("subjectaccessreviews", "selfsubjectaccessreviews"):
             return {**body, "status": {"allowed": self.allows(body.get("spec", {}))}}
         return self.store.create(target, body, options)
 

@@ -81,6 +81,13 @@ RESOURCES: tuple[Resource, ...] = (
     Resource(
         "subjectaccessreviews", "SubjectAccessReview", "authorization.k8s.io", namespaced=False, verbs=("create",)
     ),
+    Resource(
+        "selfsubjectaccessreviews",
+        "SelfSubjectAccessReview",
+        "authorization.k8s.io",
+        namespaced=False,
+        verbs=("create",),
+    ),
 )
 
 _BY_PATH = {(resource.group, resource.version, resource.plural): resource for resource in RESOURCES}

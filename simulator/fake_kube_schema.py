@@ -152,6 +152,7 @@ _DEFINITIONS = {
     ),
     "TokenReview": f"{_OBJECT} spec:any status:any",
     "SubjectAccessReview": f"{_OBJECT} spec:any status:any",
+    "SelfSubjectAccessReview": f"{_OBJECT} spec:any status:any",
 }
 
 _FIELD = re.compile(r"(\w+):(\w+)(?:\[([\w*]*)\])?([!?]?)")

@@ -42,6 +42,7 @@ LAYERS = [
     ["vkcocoon"],
     ["vkcocoon_daemon"],
     ["vkcocoon_service"],
+    ["vkcocoon_doctor"],
     ["vkcocoon_inspection"],
     ["vkcocoon_cli"],
 ]

@@ -117,6 +117,8 @@ class Host:
             "VK_NODE_MEM": "2Ti",
             "VK_NODE_STORAGE": "64Ti",
             "VK_METRICS_ADDR": f"127.0.0.1:{self.metrics_port}",
+            "VK_STATUS_SOCKET": str(home / "status.sock"),
+            "VK_STATUS_ADDR": "off",
             "VK_KUBELET_PORT": str(self.kubelet_port),
             "VK_KUBELET_CLIENT_CA": str(self.plane.ca or ""),
             "VK_LOG_FORMAT": "text",
