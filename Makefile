@@ -22,6 +22,11 @@ types: $(VENV)/ready
 bench: $(VENV)/ready
 	$(BIN)/python -m tests.bench $(ARGS)
 
+# Against a real control plane, built into a cache when it is not there, and against the fake one.
+e2e: $(VENV)/ready
+	$(if $(findstring --control-plane=fake,$(ARGS)),,$(BIN)/python -m tests.e2e.programs build)
+	$(BIN)/python -m pytest tests/e2e -p no:randomly $(ARGS)
+
 # Renews the pages that are made from the table of settings.
 docs: $(VENV)/ready
 	$(BIN)/python -m vkcocoon_settings configuration > docs/configuration.md

@@ -84,6 +84,7 @@ class Crowd:
         self._group.kill()
         for door in self._doors:
             door.close()
+        self._doors.clear()
 
     def _serve(self, number: int, door: gevent.socket.socket) -> None:
         while True:
