@@ -264,7 +264,9 @@ class Kubelet:
     def _pod_list(self) -> Iterator[bytes]:
         """Pods as the API server has them, with the status we know: it may not have been delivered yet."""
         statuses = {pod.uid: pod.status for pod in self._held if pod.status is not None}
-        return _listed({**pod, "status": statuses.get(uid_of(pod), pod.get("status"))} for pod in self._assigned())
+        return _listed(
+            {**pod, "status": statuses.get(uid_of(pod), pod.get("status") or {})} for pod in self._assigned()
+        )
 
     def _running_pods(self) -> Iterator[bytes]:
         return _listed(_outline(pod) for pod in self._held if pod.vm is not None and not pod.gone)
@@ -324,30 +326,31 @@ class Kubelet:
     def _opened(self, pod: HeldPod, vm: VM, query: LogQuery) -> Stream:
         """The log as a stream that has begun well. Raises _Refused."""
         needs_times = query.timestamps or query.since is not None
-        stream = Stream(
-            selected(
-                self._logs(vm.id, follow=query.follow, tail=query.tail),
-                query,
-                started=self._stats.started(vm) if needs_times else None,
-                now=self._clock.now,
-            ),
-            clock=self._clock,
-            name=f"log of {pod.key}",
-            alive=lambda: self._is_still(pod, vm),
-        )
-        self._streams.append(stream)
+        started = self._stats.started(vm) if needs_times else None
         try:
-            stream.open(FIRST_WORD_S if query.follow else None)
+            pieces = self._logs(vm.id, follow=query.follow, tail=query.tail)
+            stream = Stream(
+                selected(pieces, query, started=started, now=self._clock.now),
+                clock=self._clock,
+                name=f"log of {pod.key}",
+                alive=lambda: self._is_still(pod, vm),
+            )
+            self._streams.append(stream)
+            self._begin(stream, FIRST_WORD_S if query.follow else None)
+            return stream
         except VMNotFound:
-            stream.close()
             raise _Refused(HTTPStatus.BAD_REQUEST, f'the VM of pod "{pod.key}" is gone') from None
         except CommandError as error:
-            stream.close()
             raise _Refused(HTTPStatus.INTERNAL_SERVER_ERROR, f'the log of "{pod.key}": {error}') from None
+
+    @staticmethod
+    def _begin(stream: Stream, patience: float | None) -> None:
+        """Open it, and leave none behind that nobody will read."""
+        try:
+            stream.open(patience)
         except BaseException:
             stream.close()
             raise
-        return stream
 
     def _is_still(self, pod: HeldPod, vm: VM) -> bool:
         """Whether that pod still is this incarnation with this VM."""

@@ -108,6 +108,8 @@ class TestWhat:
             ("/runningpods/", ("pods", "proxy")),
             ("/healthz/ping", ("healthz", "proxy")),
             ("/configz", ("configz", "proxy")),
+            ("/flagz", ("configz",)),
+            ("/checkpoint/default/web-0/agent", ("checkpoint",)),
             ("/containerLogs/default/web-0/agent", ("proxy",)),
             ("/exec/default/web-0/agent", ("proxy",)),
             ("/", ("proxy",)),

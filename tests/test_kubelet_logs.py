@@ -11,6 +11,7 @@ import pytest
 from kubelet_rig import KubeletRig
 
 import vkcocoon_kubelet
+import vkcocoon_vms
 from vkcocoon_server import LOOK_S
 from vkcocoon_vms import CommandError
 
@@ -142,6 +143,13 @@ class TestPlain:
         status, text = rig.ask(LOG)
         assert status == 500
         assert "store is locked" in text
+
+    def test_an_id_that_is_no_name_is_refused_in_words(self, rig):
+        rig.held.add(
+            "default/odd-0", "uid-2", vm=vkcocoon_vms.VM("--config=/tmp/evil", "odd", "running"), managed=False
+        )
+        status, text = rig.ask("/containerLogs/default/odd-0/agent")
+        assert (status, "is not a name" in text) == (500, True)
 
     def test_a_mac_has_no_log_and_says_so(self, rig):
         rig.held.add("default/mac-0", "uid-9", vm=rig.host.run_mac("vk-default-mac-0"))

@@ -26,7 +26,7 @@ class TestPods:
         rig.assigned = bound
         listed = rig.get_json("/pods")
         assert (listed["kind"], listed["apiVersion"], listed["metadata"]) == ("PodList", "v1", {})
-        assert listed["items"] == [{**bound[0], "status": None}, bound[1]]
+        assert listed["items"] == [{**bound[0], "status": {}}, bound[1]]
 
     def test_their_status_is_the_one_we_know(self, rig):
         rig.pod.status = {"phase": "Running", "podIP": "10.88.0.5"}
