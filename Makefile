@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: run test lint types bench e2e docs lock clean
+.PHONY: run test lint types bench e2e dist docs lock clean
 
 run: $(VENV)/ready
 	$(BIN)/vk-cocoon playground $(ARGS)
@@ -27,9 +27,10 @@ e2e: $(VENV)/ready
 	$(if $(findstring --control-plane=fake,$(ARGS)),,$(BIN)/python -m tests.e2e.programs build)
 	$(BIN)/python -m pytest tests/e2e -p no:randomly $(ARGS)
 
-# Renews the pages that are made from the table of settings.
+# Renews the pages that are made from tables in the code.
 docs: $(VENV)/ready
 	$(BIN)/python -m vkcocoon_settings configuration > docs/configuration.md
+	$(BIN)/python -m simulator.reference > docs/scenarios.md
 	$(BIN)/python -m vkcocoon_settings environment > packaging/vk-cocoon.env.example
 
 # Compat mode makes the whole directory importable: a module added later needs no new installation.
@@ -43,11 +44,20 @@ $(VENV)/ready: requirements.lock setup.py
 	@$(PIP) --no-deps --no-build-isolation --config-settings editable_mode=compat -e .
 	@touch $@
 
-# Renews the exact versions from the ranges in setup.py.
+# What is shipped: built twice, compared, and tried as somebody would who has nothing else.
+dist: $(VENV)/ready
+	$(BIN)/python packaging/build_dist.py
+	$(BIN)/python packaging/build_dist.py --output build/dist-again
+	$(BIN)/python packaging/try_dist.py dist build/dist-again
+
+# Renews the exact versions from the ranges in setup.py: of everything, of what is shipped, and of what builds that.
+LOCK := build/lock/bin/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-emit-find-links --no-emit-index-url --no-emit-trusted-host
 lock:
 	$(PYTHON) -m venv build/lock
 	build/lock/bin/python -m pip install --quiet pip-tools
-	build/lock/bin/pip-compile --quiet --strip-extras --generate-hashes --allow-unsafe --no-emit-find-links --no-emit-index-url --no-emit-trusted-host --extra dev --output-file requirements.lock setup.py packaging/build.in
+	$(LOCK) --extra dev --output-file requirements.lock setup.py packaging/build.in
+	$(LOCK) --extra sim --constraint requirements.lock --output-file packaging/runtime.lock setup.py
+	$(LOCK) --output-file packaging/pack.lock packaging/pack.in
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

@@ -191,7 +191,6 @@ for _command in (command for commands in INSPECTIONS.values() for command in com
 @click.option("--until", type=DURATION, metavar="TIME", help="Stop at this instant of virtual time, such as 6m20s.")
 @click.option("--events", metavar="FILE", help="Write the event log there, one JSON object a line; - is stdout.")
 @click.option("--check", is_flag=True, help="Run it twice and fail where the two runs differ.")
-@click.option("--table", is_flag=True, help="Show the pods as a table at the end.")
 def simulate(scenario: str, **options: Any) -> None:
     """Run a scenario on simulated VMs in virtual time.
 
@@ -207,7 +206,7 @@ def simulate(scenario: str, **options: Any) -> None:
     path = _scenario_file(scenario)
     import vkcocoon  # noqa: F401  first, see above
     import vkcocoon_logs
-    from simulator import scenario as simulation
+    from simulator import simulate as simulation
 
     vkcocoon_logs.configure("error", "text")  # what goes wrong in a scenario is its purpose, and in its event log
     sys.exit(simulation.main(path, **options))

@@ -48,6 +48,7 @@ Write = Literal[
     "torn",  # truncate, then half of it
     "same_stamp",  # in place with the old modification time, as a restoring tool does
     "empty",  # no byte at all
+    "null",  # "no leases", whatever there is
     "two_documents",  # the document twice
     "object",  # wrapped in an object, as a newer daemon might
     "missing",  # no file
@@ -301,6 +302,8 @@ def _spoiled(document: bytes, how: Write) -> bytes:
         return document[: len(document) // 2]
     if how == "empty":
         return b""
+    if how == "null":
+        return b"null"
     if how == "two_documents":
         return document + b"\n" + document
     if how == "object":

@@ -103,6 +103,10 @@ class FakeCocoonMacos(Tool):
             raise KeyError(name)
         self._change(name, **members)
 
+    def vm_names(self) -> list[str]:
+        """The names of all VMs of which there is a record."""
+        return [name for name in self._names() if self.record(name)]
+
     def qemus(self, name: str) -> list[int]:
         """The pids of this VM's QEMU processes. More than one is a corrupted disk."""
         return [pid for pid in self.host.pids() if self._is_qemu_of(pid, name)]

@@ -3,72 +3,188 @@
     version: 1
     until: 60s
     pods:
-      - {name: default/web-0, os: linux, guest: {boot: 1s, lease: 500ms}}
+      - {name: default/web-0, os: linux, guest: {boot: 1s..3s, lease: 500ms}}
     events:
-      - {at: 20s, silent: default/web-0}
-      - {at: 40s, speaks: default/web-0}
+      - {id: hang, at: 20s, for: 20s, silent: default/web-0}
     expect:
-      - {pod: default/web-0, ready: true, by: 3s}
+      - {pod: default/web-0, ready: true, by: 5s}
+      - {pod: default/web-0, ready: false, after: hang, within: 24s}
 
-Instants count from the start and are exact to the microsecond. Whatever is not known (a key, a verb, a unit) is refused
-with file, line and a suggestion, because a misspelled expectation that is skipped would be a test that cannot fail.
+The language is the tables of simulator.happenings, simulator.expectations and simulator.observations, and what stands
+here: the keys of a scenario, of a pod, of its guest, and when an event happens. docs/scenarios.md is made from them.
+
+Instants count from the start and are exact to the microsecond. Whatever is not known is refused with file, line and a
+suggestion. An event whose moment never comes, or that finds no guest to happen to, is a broken expectation: a fault
+that missed its window has proved nothing.
 """
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from decimal import Decimal
 from pathlib import Path
+from random import Random
 from typing import Any
 
-import click
-import yaml
-
+from simulator.document import Document, Parameter, ScenarioError, unknown
+from simulator.expectations import EXPECTATIONS, NOTE, Expectation, Run, Verdict, written
 from simulator.fake_vms import GuestSpec
+from simulator.happenings import HAPPENINGS, Happening
+from simulator.observations import SIGHT, Observation
 from simulator.timeline import Entry, Timeline
+from simulator.values import COUNT, FLAG, MAP, NUMBER, POD, PORTS, SHARE, TEXT, TIME, Drawn, drawn, word
 from simulator.world import World
+from vkcocoon_settings import SETTINGS, SettingError
 
-__all__ = ["Expectation", "Scenario", "ScenarioError", "load", "main", "run_scenario", "seconds_of"]
+__all__ = [
+    "EVENT",
+    "GUEST",
+    "PODS",
+    "RESOURCES",
+    "SCENARIO",
+    "WHEN_SEEN",
+    "Event",
+    "PodPlan",
+    "Scenario",
+    "ScenarioError",
+    "load",
+    "run_scenario",
+]
 
-_UNITS = {"us": Decimal("1e-6"), "ms": Decimal("1e-3"), "s": Decimal(1), "m": Decimal(60), "h": Decimal(3600)}
-_DURATION = re.compile(r"(?:(\d+(?:\.\d+)?)(us|ms|s|m|h))", re.ASCII)
-_POD = re.compile(r"[a-z0-9-]+/[a-z0-9][a-z0-9.-]*")
+# The keys -------------------------------------------------------------------------------------------------------------
+
+SCENARIO = (
+    Parameter("version", NUMBER, "of the language: 1", default=1),
+    Parameter("name", TEXT, "what it is about; the file's name if not given"),
+    Parameter("seed", COUNT, "the seed to run it with when none is given on the command line"),
+    Parameter("until", TIME, "when it ends", default=60.0),
+    Parameter("jitter", TIME, "with a seed: the most that a call, packet or message takes by itself; 2ms if not given"),
+    Parameter(
+        "wire",
+        word("wire", ("simple", "packets")),
+        "`packets`: echoes are real packets to the daemon's own pinger",
+        default="simple",
+    ),
+    Parameter("raw_socket", FLAG, "`false`: the daemon gets none and runs degraded", default=True),
+    Parameter("settings", MAP, "settings of the daemon, such as `orphan_policy: destroy`"),
+)
+
+PODS = (
+    Parameter("name", POD, "namespace and name", needed=True),
+    Parameter("os", word("os", ("linux", "windows", "macos")), "its system", default="linux"),
+    Parameter("at", drawn(TIME), "when it is created"),
+    Parameter("annotations", MAP, "annotations besides those its system needs; null takes one of those away"),
+    Parameter("labels", MAP, "labels"),
+    Parameter("resources", MAP, "`cpu`, `memory`: requests and limits of its container"),
+)
+RESOURCES = ("cpu", "memory")
+
+GUEST = (
+    Parameter("boot", drawn(TIME), "from power-on until it asks for its address"),
+    Parameter("resume", drawn(TIME), "the same for a clone, if it is another time"),
+    Parameter("lease", drawn(TIME), "from asking to having it"),
+    Parameter("echo", drawn(FLAG), "whether it answers echoes once it is up"),
+    Parameter("echo_after", drawn(TIME), "from the address to the first answer"),
+    Parameter("ports", PORTS, "what accepts from the address on"),
+    Parameter("ssh_after", drawn(TIME), "port 22 accepts from the address on and speaks that much later"),
+    Parameter("ssh_banner", TEXT, "what sshd says, lines as they come"),
+    Parameter("latency", drawn(TIME), "how long an answer takes"),
+    Parameter("loss", drawn(SHARE), "how many questions are lost"),
+    Parameter("flood", FLAG, "each echo also brings replies that are wrong in one respect each"),
+)
+# The field of GuestSpec that a key is about, where it has another name.
+GUEST_FIELDS = {
+    **{key: f"{key}_s" for key in ("boot", "resume", "lease", "echo_after", "ssh_after", "latency")},
+}
+
+EVENT = (
+    Parameter("at", drawn(TIME), "the instant it happens"),
+    Parameter("when", MAP, "instead of at: it happens when something is seen, see below"),
+    Parameter("for", drawn(TIME), "how long it lasts; without it, until the end"),
+    Parameter("every", TIME, "it happens again, so often after the first time"),
+    Parameter("times", COUNT, "how many times in all; without it, until the end"),
+    Parameter("id", TEXT, "a name that expectations can refer to"),
+    NOTE,
+)
+WHEN_SEEN = (
+    Parameter("sees", SIGHT, "what is seen", needed=True),
+    Parameter("pod", POD, "about which pod; about any if not given"),
+    Parameter("nth", COUNT, "which time counts", default=1),
+    Parameter("later", drawn(TIME), "how much later it happens"),
+)
+
+SETTING_ROWS = {row.name: row for row in SETTINGS}
 
 
-class ScenarioError(Exception):
-    """A scenario that cannot be run; the text is one line with file, line and the way out."""
+# A scenario that was read ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Expectation:
-    """One thing that must have come true: as it was written, and what says how it is broken ("" = it is not)."""
+class Trigger:
+    """The moment something is seen for the nth time, or a little later."""
 
-    text: str
-    check: Callable[[World], str]
+    sight: Observation
+    pod: str | None
+    nth: int
+    later: Drawn
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
-    """Something that happens at an instant (seconds)."""
+class Event:
+    """Something that happens: at an instant or on a trigger, for a while, once or again and again."""
 
-    at: float
     text: str
-    act: Callable[[World], object]
+    happening: Happening
+    values: Mapping[str, Any]
+    at: Drawn | None = None
+    trigger: Trigger | None = None
+    lasts: Drawn | None = None
+    every: float | None = None
+    times: int | None = None
+    id: str = ""
+
+    @property
+    def pod(self) -> str | None:
+        return self.values.get("pod")
+
+    @property
+    def detail(self) -> str:
+        """What it takes besides the pod, as the log shows it."""
+        given = {key: value for key, value in self.values.items() if key != "pod" and value not in (None, False)}
+        return _written(given if len(given) > 1 else next(iter(given.values()), None))
+
+
+@dataclass(frozen=True, slots=True)
+class PodPlan:
+    """A pod and its guest, draws not yet made."""
+
+    name: str
+    os: str
+    at: Drawn | None
+    annotations: Mapping[str, str | None] = field(default_factory=dict)
+    labels: Mapping[str, str] = field(default_factory=dict)
+    resources: Mapping[str, str] = field(default_factory=dict)
+    guest: Mapping[str, Any] = field(default_factory=dict)  # fields of a GuestSpec, or draws of them
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A scenario that was read and understood."""
+    """A scenario that was read and understood; ``document`` is what it was read from."""
 
     name: str
     until: float
+    document: Mapping[str, Any]
     seed: int | None = None
-    steps: tuple[Step, ...] = ()
+    pods: tuple[PodPlan, ...] = ()
+    events: tuple[Event, ...] = ()
     expectations: tuple[Expectation, ...] = ()
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the World
+
+    def run(self, seed: int | None) -> Timeline:
+        """Run it; the verdicts are the last entries of the timeline."""
+        with World(seed, **self.options) as world:
+            return _Performance(self, world).perform()
 
 
 def run_scenario(source: str | Path | Mapping[str, Any], seed: int | None = None) -> Timeline:
@@ -77,381 +193,291 @@ def run_scenario(source: str | Path | Mapping[str, Any], seed: int | None = None
     The verdicts are the last entries: actor ``expect``, kind ``met`` or ``broken``; a broken invariant is an entry
     ``invariant`` / ``broken`` at its instant. Raises ScenarioError when the scenario cannot be understood.
     """
-    return _run(load(source), seed)
+    scenario = load(source)
+    return scenario.run(scenario.seed if seed is None else seed)
 
 
 def load(source: str | Path | Mapping[str, Any]) -> Scenario:
     """Read a scenario; raises ScenarioError."""
-    return _Reader(source).scenario()
+    return _Reader(Document.of(source)).scenario()
 
 
-def main(
-    scenario: str,
-    *,
-    seed: int | None = None,
-    until: float | None = None,
-    events: str | None = None,
-    check: bool = False,
-    table: bool = False,
-) -> int:
-    """The `simulate` command: 0 when everything held, 1 when something did not, 2 when the file is wrong."""
-    try:
-        plan = load(scenario)
-    except ScenarioError as error:
-        click.echo(f"vk-cocoon: {error}", err=True)
-        return 2
-    if until is not None:
-        plan = replace(plan, until=until)
-    seed = plan.seed if seed is None else seed
-    timeline = _run(plan, seed)
-    if events == "-":
-        click.echo("\n".join(entry.line() for entry in timeline))
-    elif events:
-        Path(events).write_text("".join(entry.line() + "\n" for entry in timeline))
-    _show(plan, seed, timeline, err=events == "-")
-    broken = timeline.of(kind="broken")
-    if check:
-        difference = timeline.first_difference(_run(plan, seed))
-        click.echo(f"second run: {'the same' if not difference else 'differs:'}", err=events == "-")
-        if difference:
-            click.echo(difference, err=True)
-            return 1
-    if broken:
-        again = f"vk-cocoon simulate {scenario}" + (f" --seed {seed}" if seed is not None else "")
-        click.echo(f"reproduce:  {again}", err=events == "-")
-    return 1 if broken else 0
+# Running --------------------------------------------------------------------------------------------------------------
 
 
-def seconds_of(text: Any) -> float:
-    """``1m30.5s``, ``500ms``, ``0s`` as seconds, exact to the microsecond. Raises ValueError."""
-    parts = _DURATION.findall(str(text))
-    if not parts or "".join(number + unit for number, unit in parts) != str(text):
-        raise ValueError(f"{text!r} is no time such as 500ms, 3.078125s or 1m30s")
-    return float(sum(Decimal(number) * _UNITS[unit] for number, unit in parts))
+class _Performance:
+    """One run of a scenario in a world."""
 
+    def __init__(self, scenario: Scenario, world: World) -> None:
+        self._scenario = scenario
+        self._world = world
+        self._happened: dict[str, float] = {}
+        self._missed: dict[str, str] = {}  # text of an event -> why it did not come off
+        self._waiting: list[tuple[Event, list[int]]] = []  # triggers that were not seen yet, and how often they were
 
-def _run(plan: Scenario, seed: int | None) -> Timeline:
-    with World(seed, **plan.settings) as world:
-        for step in plan.steps:
-            world.clock.at(step.at, _perform, world, step)
-        world.run(plan.until)
-        for expectation in plan.expectations:
-            wrong = expectation.check(world)
-            fields = {"why": wrong} if wrong else {}
-            world.timeline.record("expect", "broken" if wrong else "met", expectation.text, fields)
+    def perform(self) -> Timeline:
+        world, scenario = self._world, self._scenario
+        for pod in scenario.pods:
+            at = pod.at.draw(self._rng("pod", pod.name, "at")) if pod.at is not None else 0.0
+            world.clock.at(at, self._create, pod, owner=f"create {pod.name}")
+        for event in scenario.events:
+            if event.trigger is not None:
+                self._waiting.append((event, [0]))
+            else:
+                self._schedule(event)
+        if self._waiting:
+            world.timeline.listeners.append(self._look)
+        world.run(scenario.until)
+        for event, _ in self._waiting:
+            self._missed.setdefault(event.text, f"{event.trigger.sight.text!r} was not seen" if event.trigger else "")
+        self._judge()
         return world.timeline
 
+    def _rng(self, *about: str) -> Random | None:
+        return None if self._world.seed is None else self._world.chance.of(*about)
 
-def _perform(world: World, step: Step) -> None:
-    world.timeline.record("scenario", "event", step.text)
-    step.act(world)
+    # pods
+
+    def _create(self, pod: PodPlan) -> None:
+        world = self._world
+        world.record("scenario", "create", pod.name)
+        fields = {
+            name: value.draw(self._rng("guest", pod.name, name)) if isinstance(value, Drawn) else value
+            for name, value in pod.guest.items()
+        }
+        namespace, _, name = pod.name.partition("/")
+        world.create_pod(
+            name,
+            namespace=namespace,
+            os=pod.os,
+            guest=replace(GuestSpec.for_os(pod.os), **fields),
+            annotations=pod.annotations,
+            labels=pod.labels,
+            resources=pod.resources,
+        )
+
+    # events
+
+    def _schedule(self, event: Event) -> None:
+        assert event.at is not None
+        first = event.at.draw(self._rng("event", event.text, "at"))
+        count = 0
+        while count < self._most(event) and (at := first + count * (event.every or 0.0)) <= self._scenario.until:
+            self._world.clock.at(at, self._happen, event, owner=event.text)
+            count += 1
+
+    @staticmethod
+    def _most(event: Event) -> float:
+        """How often an event happens at most."""
+        if event.times is not None:
+            return event.times
+        return 1 if event.every is None else math.inf
+
+    def _look(self, entry: Entry) -> None:
+        """A listener of the timeline: is this what an event waits for?"""
+        for waiting in list(self._waiting):
+            event, seen = waiting
+            trigger = event.trigger
+            if trigger is None or not trigger.sight.sees(entry, trigger.pod):
+                continue
+            seen[0] += 1
+            if seen[0] == trigger.nth:
+                self._waiting.remove(waiting)
+                later = trigger.later.draw(self._rng("event", event.text, "later"))
+                self._world.clock.at(self._world.clock.elapsed() + later, self._happen, event, owner=event.text)
+
+    def _happen(self, event: Event) -> None:
+        world = self._world
+        fields = {"what": event.detail, **({"id": event.id} if event.id else {})}
+        world.record("scenario", event.happening.name, event.pod or "", fields)
+        if event.id:
+            self._happened.setdefault(event.id, world.clock.elapsed())
+        try:
+            undo = event.happening.act(world, **event.values)
+        except LookupError as error:
+            self._missed[event.text] = f"at {world.clock.elapsed():.6f}: {error.args[0]}"
+            return
+        if event.lasts is not None and undo is not None:
+            seconds = event.lasts.draw(self._rng("event", event.text, "for"))
+            world.clock.sleep(seconds)
+            world.record("scenario", f"end of {event.happening.name}", event.pod or "", {"what": event.detail})
+            undo()
+
+    # the end
+
+    def _judge(self) -> None:
+        world = self._world
+        run = Run(world, self._scenario.until, self._happened)
+        for text, why in self._missed.items():
+            _record(world, None, f"the event happens: {text}", Verdict(why))
+        for expectation in self._scenario.expectations:
+            _record(world, expectation.pod, expectation.text, expectation.judge(run))
+        broken = world.timeline.of(actor="invariant")
+        why = f"{len(broken)} broken, first: {broken[0].text().strip()}" if broken else ""
+        _record(world, None, "no invariant is broken", Verdict(why))
 
 
-_TOLD = {("daemon", kind) for kind in ("start", "stop", "kill")} | {
-    ("kube", kind) for kind in ("created", "deleted", "phase", "ready", "reason", "address", "lifecycle", "terminating")
-}
+def _record(world: World, pod: str | None, text: str, verdict: Verdict) -> None:
+    fields: dict[str, Any] = {"why": verdict.why} if verdict.why else {}
+    fields |= {"pod": pod} if pod is not None else {}
+    fields |= {"from": verdict.begin, "to": verdict.end} if verdict.begin is not None else {}
+    world.record("expect", "broken" if verdict.why else "met", text, fields)
 
 
-def _show(plan: Scenario, seed: int | None, timeline: Timeline, *, err: bool) -> None:
-    """The run for a person: what the cluster saw and what was done to it, then the verdicts."""
-    click.echo(f"{plan.name}: {plan.until:g} s of virtual time, seed {'none' if seed is None else seed}", err=err)
-    for entry in timeline:
-        if (entry.actor, entry.kind) in _TOLD or entry.actor in ("scenario", "invariant"):
-            click.echo(entry.text(), err=err)
-    for entry in timeline.of(actor="expect"):
-        mark = click.style("met   ", fg="green") if entry.kind == "met" else click.style("BROKEN", fg="red")
-        why = f": {dict(entry.fields)['why']}" if entry.fields else ""
-        click.echo(f"{mark} {entry.key}{why}", err=err)
-    click.echo(f"digest:     {timeline.digest()}", err=err)
-
-
-# --- reading ------------------------------------------------------------------------------------------------------
-
-
-class _Lines(yaml.SafeLoader):
-    """Remembers the line of each mapping, and refuses a key that stands twice."""
-
-    def __init__(self, stream: Any) -> None:
-        super().__init__(stream)
-        self.line_of: dict[int, int] = {}
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"{key!r} stands twice", problem_mark=node.start_mark)
-        mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
-        self.line_of[id(mapping)] = node.start_mark.line + 1
-        return mapping
-
-    def construct_yaml_map(self, node: Any) -> Any:
-        yield self.construct_mapping(node, deep=True)
-
-
-_Lines.add_constructor("tag:yaml.org,2002:map", _Lines.construct_yaml_map)
+# Reading --------------------------------------------------------------------------------------------------------------
 
 
 class _Reader:
-    """Turns one document into a Scenario; every refusal names file and line."""
+    """Turns a document into a Scenario; every refusal names file and line."""
 
-    def __init__(self, source: str | Path | Mapping[str, Any]) -> None:
-        self._file, self._line_of = "scenario", dict[int, int]()
-        if isinstance(source, Mapping):
-            self._root: Any = source
-        else:
-            self._file = str(source)
-            self._root = self._parsed(Path(source))
+    def __init__(self, document: Document) -> None:
+        self._document = document
+        self._pods: list[str] = []
+        self._ids: list[str] = []
 
     def scenario(self) -> Scenario:
-        root = self._mapping(self._root, "a scenario")
-        self._known(root, ("version", "name", "seed", "until", "settings", "pods", "events", "expect"), "key")
-        if root.get("version", 1) != 1:
-            raise self._wrong(root, f"version {root['version']!r} is not known; this is version 1")
-        pods = [self._pod(row) for row in self._rows(root, "pods")]
-        names = [name for name, _ in pods]
+        document = self._document
+        root = document.mapping(document.root, "a scenario")
+        lists = ("pods", "events", "expect")
+        document.known(root, (*(parameter.name for parameter in SCENARIO), *lists), "key")
+        plain = {key: value for key, value in root.items() if key not in lists}
+        given = document.read(plain, SCENARIO, "a scenario", root)
+        if given["version"] != 1:
+            raise document.wrong(root, f"version {given['version']!r} is not known; this is version 1")
+        self._pods = []
+        pods = tuple(self._pod(row) for row in document.rows(root, "pods"))
+        events = tuple(self._event(row) for row in document.rows(root, "events"))
         return Scenario(
-            name=str(root.get("name") or Path(self._file).stem),
-            until=self._seconds(root, "until", default="60s"),
-            seed=root.get("seed"),
-            steps=(*(step for _, step in pods), *(self._event(row, names) for row in self._rows(root, "events"))),
-            expectations=(
-                *(self._expectation(row, names) for row in self._rows(root, "expect")),
-                Expectation("no invariant is broken", _invariants_held),
-            ),
-            settings=dict(root.get("settings") or {}),
+            name=given["name"] or Path(document.file).stem,
+            until=given["until"],
+            document=root,
+            seed=given["seed"],
+            pods=pods,
+            events=events,
+            expectations=tuple(self._expectation(row) for row in document.rows(root, "expect")),
+            options=self._options(root, given),
         )
 
-    def _parsed(self, path: Path) -> Any:
+    def _options(self, root: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        written = given["settings"] or {}
+        self._document.known(written, SETTING_ROWS, "setting", root)
         try:
-            loader = _Lines(path.read_text())
-            document = loader.get_single_data()
-        except OSError as error:
-            raise ScenarioError(f"{path}: {error.strerror or error}") from error
-        except yaml.MarkedYAMLError as error:
-            line = error.problem_mark.line + 1 if error.problem_mark else 1
-            raise ScenarioError(f"{path}:{line}: {error.problem}") from error
-        except yaml.YAMLError as error:
-            raise ScenarioError(f"{path}: {error}") from error
-        self._line_of = loader.line_of
-        return document
+            settings = {name: SETTING_ROWS[name].read(text, name) for name, text in written.items()}
+        except SettingError as error:
+            raise self._document.wrong(root, f"settings: {error}") from error
+        options: dict[str, Any] = {
+            "degraded": not given["raw_socket"],
+            "packets": given["wire"] == "packets",
+            **settings,
+        }
+        if given["jitter"] is not None:
+            options["jitter_s"] = given["jitter"]
+        return options
 
-    def _pod(self, row: Any) -> tuple[str, Step]:
-        row = self._mapping(row, "a pod")
-        self._known(row, ("name", "os", "at", "annotations", "guest"), "key of a pod")
-        name = self._pod_name(row, row.get("name"))
-        namespace, _, short = name.partition("/")
-        guest = self._guest(row, row.get("guest") or {})
-        os, annotations = str(row.get("os", "linux")), dict(row.get("annotations") or {})
+    def _pod(self, row: Any) -> PodPlan:
+        document = self._document
+        row = document.mapping(row, "a pod")
+        document.known(row, (*(parameter.name for parameter in PODS), "guest"), "key of a pod")
+        plain = {key: value for key, value in row.items() if key != "guest"}
+        values = document.read(plain, PODS, "a pod", row)
+        if values["name"] in self._pods:
+            raise document.wrong(row, f"pod {values['name']!r} stands twice")
+        self._pods.append(values["name"])
+        resources = values.pop("resources") or {}
+        document.known(resources, RESOURCES, "resource", row)
+        return PodPlan(
+            guest=self._guest(row, row.get("guest") or {}),
+            resources=resources,
+            annotations=values.pop("annotations") or {},
+            labels=values.pop("labels") or {},
+            **values,
+        )
 
-        def create(world: World) -> None:
-            world.create_pod(short, namespace=namespace, os=os, guest=guest, annotations=annotations)
+    def _guest(self, row: Any, given: Any) -> dict[str, Any]:
+        document = self._document
+        given = document.mapping(given, "guest", at=row)
+        document.known(given, [parameter.name for parameter in GUEST], "key of a guest", row)
+        return {
+            GUEST_FIELDS.get(parameter.name, parameter.name): document.value(given, parameter.name, parameter.kind, row)
+            for parameter in GUEST
+            if parameter.name in given
+        }
 
-        return name, Step(self._seconds(row, "at", default="0s"), f"create {name}", create)
+    def _event(self, row: Any) -> Event:
+        document = self._document
+        row = document.mapping(row, "an event")
+        schedule = [parameter.name for parameter in EVENT]
+        document.known(row, (*schedule, *HAPPENINGS), "event")
+        named = [key for key in row if key not in schedule]
+        if len(named) != 1:
+            raise document.wrong(row, "an event is exactly one thing that happens")
+        happening = HAPPENINGS[named[0]]
+        timing = document.read({key: row[key] for key in row if key in schedule}, EVENT, "an event", row)
+        if (timing["at"] is None) == (timing["when"] is None):
+            raise document.wrong(row, "an event has an instant (at) or a trigger (when)")
+        if timing["for"] is not None and not happening.lasts:
+            raise document.wrong(row, f"{happening.name} is over at once; it cannot have a duration (for)")
+        values = self._values(row, happening)
+        if timing["id"]:
+            if not timing["id"].isidentifier() or timing["id"] in self._ids:
+                raise document.wrong(row, f"{timing['id']!r} is no id, or stands twice; an id is one word")
+            self._ids.append(timing["id"])
+        return Event(
+            text=f"{happening.name} {_written(row[happening.name])}".strip(),
+            happening=happening,
+            values=values,
+            at=timing["at"],
+            trigger=self._trigger(row) if "when" in row else None,
+            lasts=timing["for"],
+            every=timing["every"],
+            times=timing["times"],
+            id=timing["id"] or "",
+        )
 
-    def _guest(self, row: Any, given: Any) -> GuestSpec:
-        given = self._mapping(given, "guest", at=row)
-        times = {"boot": "boot_s", "lease": "lease_s", "echo_after": "echo_after_s", "ssh_after": "ssh_after_s"}
-        times["latency"] = "latency_s"
-        self._known(given, (*times, "echo", "ports", "ssh_banner"), "key of a guest", at=row)
-        fields: dict[str, Any] = {times[key]: self._seconds(given, key, at=row) for key in given if key in times}
-        fields |= {key: given[key] for key in ("echo", "ssh_banner") if key in given}
-        if "ports" in given:
-            fields["ports"] = tuple(given["ports"])
-        return GuestSpec(os=str(row.get("os", "linux")), **fields)
+    def _values(self, row: Mapping[str, Any], happening: Happening) -> dict[str, Any]:
+        """What a happening takes; a single value is that of its first part."""
+        given = row[happening.name]
+        if not isinstance(given, Mapping):
+            if happening.parameters:
+                given = {happening.parameters[0].name: given}
+            elif given is not True and given is not None:
+                raise self._document.wrong(row, f"{happening.name} takes nothing: write {happening.name}: true")
+            else:
+                given = {}
+        values = self._document.read(given, happening.parameters, happening.name, row)
+        self._check_pod(row, values.get("pod"))
+        return values
 
-    def _event(self, row: Any, pods: list[str]) -> Step:
-        row = self._mapping(row, "an event")
-        self._known(row, ("at", *_VERBS), "event")
-        verbs = [key for key in row if key != "at"]
-        if len(verbs) != 1 or "at" not in row:
-            raise self._wrong(row, "an event has an instant (at) and exactly one thing that happens")
-        verb = _VERBS[verbs[0]]
-        arguments = row[verbs[0]] if isinstance(row[verbs[0]], Mapping) else {verb.takes[0]: row[verbs[0]]}
-        self._known(arguments, verb.takes, f"part of {verbs[0]}", at=row)
-        if missing := [part for part in verb.takes if part not in arguments]:
-            raise self._wrong(row, f"{verbs[0]} needs {', '.join(missing)}")
-        if "pod" in arguments:
-            self._pod_name(row, arguments["pod"], pods)
-        for part, allowed in verb.words.items():
-            if arguments[part] not in allowed:
-                raise self._wrong(row, _unknown(f"{part} of {verbs[0]}", str(arguments[part]), allowed))
-        text = " ".join([verbs[0], *(str(value) for value in arguments.values())])
-        return Step(self._seconds(row, "at"), text, lambda world: verb.act(world, **arguments))
+    def _trigger(self, row: Mapping[str, Any]) -> Trigger:
+        given = self._document.mapping(row["when"], "when", at=row)
+        values = self._document.read(given, WHEN_SEEN, "when", row)
+        self._check_pod(row, values["pod"])
+        return Trigger(values["sees"], values["pod"], values["nth"], values["later"] or Drawn(((1.0, 0.0, None),)))
 
-    def _expectation(self, row: Any, pods: list[str]) -> Expectation:
-        row = self._mapping(row, "an expectation")
-        self._known(row, ("pod", "ready", "never", "at", "by", "after", "flips", "reason"), "key of an expectation")
-        pod = self._pod_name(row, row.get("pod"), pods)
-        kinds = [key for key in ("ready", "never", "flips", "reason") if key in row]
+    def _expectation(self, row: Any) -> Expectation:
+        document = self._document
+        row = document.mapping(row, "an expectation")
+        every = {parameter.name for sort in EXPECTATIONS.values() for parameter in sort.parameters} | {NOTE.name}
+        document.known(row, sorted(every), "key of an expectation")
+        kinds = [key for key in row if key in EXPECTATIONS]
         if len(kinds) != 1:
-            raise self._wrong(row, "an expectation has exactly one of ready, never, flips, reason")
-        times = {key: self._seconds(row, key) for key in ("at", "by", "after") if key in row}
-        text = " ".join(f"{key}={value}" for key, value in row.items())
-        if kinds == ["never"]:
-            if row["never"] != "ready":
-                raise self._wrong(row, _unknown("state", str(row["never"]), ("ready",)))
-            return Expectation(text, lambda world: _never_ready(world, pod))
-        if kinds == ["flips"]:
-            return Expectation(text, lambda world: _flip_count(world, pod, int(row["flips"])))
-        if kinds == ["reason"]:
-            if "at" not in times:
-                raise self._wrong(row, "reason needs the instant (at) it is expected to hold")
-            return Expectation(text, lambda world: _reason_at(world, pod, str(row["reason"]), times["at"]))
-        if not isinstance(row["ready"], bool) or len({"at", "by"} & set(times)) != 1:
-            raise self._wrong(row, "ready is true or false and needs either at (the exact instant) or by")
-        return Expectation(text, lambda world: _became(world, pod, row["ready"], times))
+            raise document.wrong(row, f"an expectation has exactly one of {', '.join(EXPECTATIONS)}")
+        sort = EXPECTATIONS[kinds[0]]
+        values = document.read(row, (*sort.parameters, NOTE), sort.name)
+        if lacks := sort.lacks(values):
+            raise document.wrong(row, lacks)
+        self._check_pod(row, values.get("pod"))
+        for name, value in values.items():
+            if name in ("at", "by", "after", "from", "to") and isinstance(value, str) and value not in self._ids:
+                raise document.wrong(row, f"{name}: {unknown('id of an event', value, self._ids)}")
+        return Expectation(written(row), values.get("pod"), values, sort.check)
 
-    # pieces
-
-    def _mapping(self, value: Any, what: str, at: Any = None) -> Mapping[str, Any]:
-        if not isinstance(value, Mapping):
-            raise self._wrong(at, f"{what} must be a mapping, not {value!r}")
-        return value
-
-    def _rows(self, root: Mapping[str, Any], key: str) -> Iterable[Any]:
-        rows = root.get(key) or ()
-        if not isinstance(rows, list | tuple):
-            raise self._wrong(root, f"{key} must be a list")
-        return rows
-
-    def _known(self, given: Mapping[str, Any], allowed: Iterable[str], what: str, at: Any = None) -> None:
-        for key in given:
-            if key not in allowed:
-                raise self._wrong(given if id(given) in self._line_of else at, _unknown(what, str(key), allowed))
-
-    def _pod_name(self, row: Any, name: Any, known: list[str] | None = None) -> str:
-        text = str(name) if name else ""
-        text = text if "/" in text or not text else f"default/{text}"
-        if not _POD.fullmatch(text):
-            raise self._wrong(row, f"{name!r} is no pod name such as default/web-0")
-        if known is not None and text not in known:
-            raise self._wrong(row, _unknown("pod", text, known))
-        return text
-
-    def _seconds(self, row: Mapping[str, Any], key: str, *, default: str = "", at: Any = None) -> float:
-        try:
-            return seconds_of(row.get(key, default))
-        except ValueError as error:
-            raise self._wrong(row if id(row) in self._line_of else at, f"{key}: {error}") from error
-
-    def _wrong(self, where: Any, text: str) -> ScenarioError:
-        line = self._line_of.get(id(where))
-        return ScenarioError(f"{self._file}{f':{line}' if line else ''}: {text}")
+    def _check_pod(self, row: Any, pod: str | None) -> None:
+        if pod is not None and pod not in self._pods:
+            raise self._document.wrong(row, unknown("pod", pod, self._pods))
 
 
-def _unknown(what: str, given: str, allowed: Iterable[str]) -> str:
-    close = difflib.get_close_matches(given, list(allowed), n=1)
-    hint = f"; did you mean {close[0]!r}?" if close else f"; known: {', '.join(allowed)}"
-    return f"unknown {what} {given!r}{hint}"
-
-
-# --- what can happen ----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Verb:
-    """One kind of event: what it takes (the first part may stand alone), which words a part may be, what it does."""
-
-    takes: tuple[str, ...]
-    act: Callable[..., object]
-    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-def _split(pod: str) -> dict[str, str]:
-    namespace, slash, name = pod.partition("/")
-    return {"namespace": namespace, "name": name} if slash else {"namespace": "default", "name": pod}
-
-
-def _mac(world: World, pod: str) -> str:
-    return world.guest(**_split(pod)).mac
-
-
-def _lease(world: World, pod: str, ip: str) -> None:
-    """The guest gets another address: in the lease file and on its own card."""
-    world.leases.lease(_mac(world, pod), ip)
-    world.guest(**_split(pod)).renumber(ip)
-
-
-def _lease_file(world: World, how: str) -> None:
-    if how == "missing":
-        world.leases.forget_file()
-    else:
-        world.leases.write(how)  # type: ignore[arg-type]
-
-
-def _kube(world: World, how: str) -> None:
-    if how in ("down", "up"):
-        world.kube.down = how == "down"
-    elif how == "cut watches":
-        world.kube.cut_watches(mid_line=True)
-    else:
-        world.kube.expire_history()
-
-
-def _daemon(world: World, how: str) -> None:
-    if how in ("stop", "restart"):
-        world.stop()
-    if how in ("start", "restart"):
-        world.start()
-
-
-_VERBS: Mapping[str, Verb] = {
-    "silent": Verb(("pod",), lambda world, pod: world.guest(**_split(pod)).silent(True)),
-    "speaks": Verb(("pod",), lambda world, pod: world.guest(**_split(pod)).silent(False)),
-    "crash": Verb(("pod",), lambda world, pod: world.guest(**_split(pod)).crash()),
-    "open": Verb(("pod", "port"), lambda world, pod, port: world.guest(**_split(pod)).open(port)),
-    "close": Verb(("pod", "port"), lambda world, pod, port: world.guest(**_split(pod)).close(port)),
-    "banner": Verb(("pod", "text"), lambda world, pod, text: world.guest(**_split(pod)).banner(text)),
-    "lease": Verb(("pod", "ip"), _lease),
-    "lose_lease": Verb(("pod",), lambda world, pod: world.leases.release(_mac(world, pod))),
-    "delete": Verb(("pod",), lambda world, pod: world.delete_pod(**_split(pod))),
-    "hibernate": Verb(("pod",), lambda world, pod: world.annotate(**_split(pod), hibernate="true")),
-    "wake": Verb(("pod",), lambda world, pod: world.annotate(**_split(pod), hibernate=None)),
-    "probe_port": Verb(("pod", "port"), lambda world, pod, port: world.annotate(**_split(pod), probe_port=str(port))),
-    "lease_file": Verb(("how",), _lease_file, {"how": ("rename", "in_place", "torn", "empty", "object", "missing")}),
-    "kube": Verb(("how",), _kube, {"how": ("down", "up", "cut watches", "expire history")}),
-    "daemon": Verb(("how",), _daemon, {"how": ("stop", "start", "restart")}),
-    "wall_clock": Verb(("step",), lambda world, step: world.clock.step_wall(_signed(step))),
-}
-
-
-def _signed(text: Any) -> float:
-    sign, rest = (-1, str(text)[1:]) if str(text).startswith("-") else (1, str(text))
-    return sign * seconds_of(rest)
-
-
-# --- what must come of it -----------------------------------------------------------------------------------------
-
-
-def _became(world: World, pod: str, ready: bool, times: Mapping[str, float]) -> str:
-    flips = [(at, value) for at, value in world.flips(**_split(pod)) if value is ready]
-    instants = ", ".join(f"{at:.6f}" for at, _ in flips) or "never"
-    if "at" in times:
-        return "" if (times["at"], ready) in flips else f"became {ready} at {instants}"
-    after = times.get("after", 0.0)
-    return "" if any(after <= at <= times["by"] for at, _ in flips) else f"became {ready} at {instants}"
-
-
-def _never_ready(world: World, pod: str) -> str:
-    ready = [at for at, value in world.flips(**_split(pod)) if value]
-    return f"was Ready at {ready[0]:.6f}" if ready else ""
-
-
-def _flip_count(world: World, pod: str, wanted: int) -> str:
-    flips = [at for at, _ in world.flips(**_split(pod))][1:]  # the first Ready condition is no change
-    return (
-        "" if len(flips) == wanted else f"{len(flips)} flips, at {', '.join(f'{at:.6f}' for at in flips) or 'no time'}"
-    )
-
-
-def _reason_at(world: World, pod: str, reason: str, at: float) -> str:
-    seen: list[Entry] = [
-        entry for entry in world.timeline.of(actor="kube", kind="reason", key=pod) if entry.seconds <= at
-    ]
-    found = dict(seen[-1].fields)["reason"] if seen else "none"
-    return "" if found == reason else f"the reason was {found}"
-
-
-def _invariants_held(world: World) -> str:
-    broken = world.timeline.of(actor="invariant")
-    return f"{len(broken)} broken, first: {broken[0].text().strip()}" if broken else ""
+def _written(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return " ".join(f"{key}={each}" for key, each in value.items())
+    return "" if value is True or value is None else str(value)

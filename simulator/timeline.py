@@ -39,7 +39,8 @@ class Entry(NamedTuple):
 
     def text(self) -> str:
         """For people: ``   3.078125  kube     ready        default/web-0  True``."""
-        fields = " ".join(f"{name}={value}" for name, value in self.fields)
+        shown = [(name, value) for name, value in self.fields if name != "was" and value not in ("", None)]
+        fields = " ".join(str(value) if name == "what" else f"{name}={value}" for name, value in shown)
         return f"{self.seconds:12.6f}  {self.actor:<8} {self.kind:<14} {self.key:<24} {fields}".rstrip()
 
 

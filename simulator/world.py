@@ -31,7 +31,7 @@ from simulator.invariants import ClusterRules, Rulebook
 from simulator.life import Life
 from simulator.timeline import Timeline
 from vkcocoon_daemon import Daemon
-from vkcocoon_kube import ApiError, Object
+from vkcocoon_kube import ApiError, Object, PatchKind
 from vkcocoon_net import normalize_mac
 from vkcocoon_settings import Settings
 from vkcocoon_status import ANNOTATION_VM_NAME, LIFECYCLE_READY, PROBE_READY, condition_of
@@ -50,27 +50,40 @@ _OS_ANNOTATIONS: dict[str, dict[str, str]] = {
 
 
 def example_pod(
-    name: str, *, namespace: str = "default", os: str = "linux", node: str = NODE, annotations: Mapping[str, str] = {}
+    name: str,
+    *,
+    namespace: str = "default",
+    os: str = "linux",
+    node: str = NODE,
+    annotations: Mapping[str, str | None] = {},
+    labels: Mapping[str, str] = {},
+    resources: Mapping[str, str] = {},
 ) -> Object:
-    """A pod as the operator would submit it, bound to ``node``; ``annotations`` win over the defaults."""
+    """A pod as the operator would submit it, bound to ``node``; ``annotations`` win over the defaults, None takes one
+    away. ``resources`` are requests and limits alike."""
+    wanted = {
+        "vm.cocoonstack.io/name": f"vk-{namespace}-{name}",
+        "cocoonset.cocoonstack.io/managed": "true",
+        "cocoonset.cocoonstack.io/os": os,
+        **_OS_ANNOTATIONS.get(os, _OS_ANNOTATIONS["linux"]),
+        **annotations,
+    }
+    container: Object = {"name": "agent", "image": "ghcr.io/cocoonstack/placeholder:latest"}
+    if resources:
+        container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
     return {
         "apiVersion": "v1",
         "kind": "Pod",
         "metadata": {
             "name": name,
             "namespace": namespace,
-            "annotations": {
-                "vm.cocoonstack.io/name": f"vk-{namespace}-{name}",
-                "cocoonset.cocoonstack.io/managed": "true",
-                "cocoonset.cocoonstack.io/os": os,
-                **_OS_ANNOTATIONS.get(os, _OS_ANNOTATIONS["linux"]),
-                **annotations,
-            },
+            "annotations": {key: value for key, value in wanted.items() if value is not None},
+            **({"labels": dict(labels)} if labels else {}),
         },
         "spec": {
             "nodeName": node,
             "terminationGracePeriodSeconds": 1,
-            "containers": [{"name": "agent", "image": "ghcr.io/cocoonstack/placeholder:latest"}],
+            "containers": [container],
             "tolerations": [{"key": "virtual-kubelet.io/provider", "operator": "Exists"}],
         },
     }
@@ -118,6 +131,7 @@ class World:
         self.settings = Settings(**defaults | settings)
         self.life: Life | None = None
         self._starts = 0
+        self._submitted: dict[str, Object] = {}  # namespace/name -> the pod as it was submitted last
         self._pods: dict[str, str] = {}  # VM name -> namespace/name of the pod it is for
         self._macs: dict[str, str] = {}  # MAC -> VM name
 
@@ -178,13 +192,21 @@ class World:
         namespace: str = "default",
         os: str = "linux",
         guest: GuestSpec | None = None,
-        annotations: Mapping[str, str] = {},
+        **more: Any,
     ) -> Object:
-        """Submit a pod bound to this node. ``guest`` says how its guest will behave."""
-        pod = example_pod(name, namespace=namespace, os=os, annotations=annotations)
+        """Submit a pod bound to this node. ``guest`` says how its guest will behave, ``more`` is for `example_pod`."""
+        pod = example_pod(name, namespace=namespace, os=os, **more)
+        vm_name = pod["metadata"]["annotations"].get(ANNOTATION_VM_NAME, "")
         if guest is not None:
-            self.host.specs[pod["metadata"]["annotations"]["vm.cocoonstack.io/name"]] = guest
+            self.host.specs[vm_name] = guest
+        self._submitted[f"{namespace}/{name}"] = pod
         return self.kube.admin.create(f"/api/v1/namespaces/{namespace}/pods", pod)
+
+    def recreate_pod(self, name: str, *, namespace: str = "default") -> Object:
+        """Remove the pod by force and submit it again under its name, as an impatient person does."""
+        with suppress(ApiError):
+            self.kube.admin.delete(_path(namespace, name), grace_seconds=0)
+        return self.kube.admin.create(f"/api/v1/namespaces/{namespace}/pods", self._submitted[f"{namespace}/{name}"])
 
     def delete_pod(self, name: str, *, namespace: str = "default", grace_seconds: int | None = None) -> None:
         self.kube.admin.delete(_path(namespace, name), grace_seconds=grace_seconds)
@@ -193,6 +215,22 @@ class World:
         """Set (or with None remove) annotations of the ``vm.cocoonstack.io`` group."""
         patch = {f"vm.cocoonstack.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
         self.kube.admin.patch(_path(namespace, name), {"metadata": {"annotations": patch}}, kind="merge")
+
+    def change_pod(self, key: str, body: Object) -> None:
+        """Merge something into a pod. Raises LookupError when it is not there."""
+        self._merge(key, "", body)
+
+    def change_status(self, key: str, body: Object) -> None:
+        """Write into the status of a pod as somebody else, conditions by type. Raises LookupError."""
+        self._merge(key, "/status", {"status": body})
+
+    def _merge(self, key: str, part: str, body: Object) -> None:
+        namespace, _, name = key.partition("/")
+        try:
+            kind: PatchKind = "strategic" if part else "merge"
+            self.kube.admin.patch(_path(namespace, name) + part, body, kind=kind)
+        except ApiError as error:
+            raise LookupError(f"pod {key}: {error.message}") from error
 
     def pod(self, name: str, *, namespace: str = "default") -> Object | None:
         """The pod as Kubernetes holds it; None when there is none."""
@@ -213,8 +251,29 @@ class World:
         return self.condition(name, namespace=namespace).get("status") == "True"
 
     def guest(self, name: str, *, namespace: str = "default") -> Guest:
-        """The guest of a pod."""
-        return self.host.guest(f"vk-{namespace}-{name}")
+        """The guest of a pod. Raises LookupError while its VM was never powered on."""
+        return self.guest_of(f"{namespace}/{name}")
+
+    def guest_of(self, key: str) -> Guest:
+        """The guest of the pod ``namespace/name``. Raises LookupError while its VM was never powered on."""
+        return self.host.guest(self.vm_of(key))
+
+    def vm_of(self, key: str) -> str:
+        """The name of the VM that the pod asks for. Raises LookupError before it was submitted."""
+        pod = self._submitted.get(key)
+        if pod is None:
+            raise LookupError(f"pod {key} was not created yet")
+        return str(pod["metadata"]["annotations"].get(ANNOTATION_VM_NAME, ""))
+
+    def os_of(self, key: str) -> str:
+        """The system that the pod asks for. Raises LookupError before it was submitted."""
+        self.vm_of(key)
+        return str(self._submitted[key]["metadata"]["annotations"].get("cocoonset.cocoonstack.io/os", "linux"))
+
+    def vm_names(self) -> list[str]:
+        """The names of all VMs of which there is a record."""
+        microvms = self.host.storage.read("cocoon/vms.json") or {}
+        return sorted(record["config"]["name"] for record in microvms.values()) + self.host.macos.vm_names()
 
     def flips(self, name: str, *, namespace: str = "default") -> list[tuple[float, bool]]:
         """When Kubernetes saw Ready change, and to what; the first entry is the first Ready condition."""
@@ -280,7 +339,8 @@ class World:
         before = _facets(old)
         for kind, value in _facets(new).items():
             if value != before.get(kind, ""):
-                self.record("kube", kind, key, {kind: value, "reason": _reason(new)})
+                was = before.get(kind, "")
+                self.record("kube", kind, key, {kind: value, "was": was, "reason": _reason(new)})
 
 
 def _facets(pod: Object) -> dict[str, str]:

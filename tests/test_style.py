@@ -50,7 +50,7 @@ LAYERS = [
 LIBRARIES = {
     "kubernetes": ["vkcocoon_kube"],
     "prometheus_client": ["vkcocoon_http"],
-    "click": ["vkcocoon_cli", "vkcocoon_inspection", "simulator.scenario"],
+    "click": ["vkcocoon_cli", "vkcocoon_inspection", "simulator.simulate"],
     "ping3": ["vkcocoon_net"],
     "paramiko": ["simulator.fake_sshd"],
     "cryptography": ["vkcocoon_certificates"],
