@@ -207,14 +207,16 @@ class _Job(Generic[T]):
         self._clock = clock
         self._done = Event()
         self._value: list[T] = []
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         spawn(group, name, self._run, work)
 
     def _run(self, work: Callable[[], T]) -> None:
         try:
             self._value.append(work())
-        except Exception as error:  # noqa: BLE001  it belongs to those who wait
+        except BaseException as error:  # it belongs to those who wait; who waits for one that is killed ends with it
             self._error = error
+            if not isinstance(error, Exception):
+                raise
         finally:
             self._done.set()
 

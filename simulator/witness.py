@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from simulator.clock import VirtualClock
-from simulator.invariants import Rulebook
+from simulator.invariants import Rulebook, transition_problems
 from vkcocoon_daemon import Daemon
 from vkcocoon_probes import Deadline, Probe, ProbeAgent, ProbeResult
 from vkcocoon_status import PROBE_READY, Reason, condition_of, pod_key
@@ -128,7 +128,8 @@ class Witness:
 
     def _look_back(self, token: _Token, result: ProbeResult | None) -> None:
         """A probe came back after it was forgotten: nothing of it may have been kept."""
-        if token.agent is not None and token.agent.result is not result:
+        # Of the first one, which has no agent yet, `_start` knows whether it was kept.
+        if token.agent is not None and result is not None and token.agent.result is not result:
             self._broken("nothing after forget", token.key, "a result is stored after the probe was forgotten")
 
     def probed(self, agent: ProbeAgent, result: ProbeResult, lateness_s: float, took_s: float) -> None:
@@ -171,6 +172,8 @@ class Witness:
     def _check_order(self, key: str, before: Mapping[str, Any] | None, status: Mapping[str, Any]) -> None:
         if before is None or before == status:
             return
+        for rule, text in transition_problems(before, status):
+            self._broken(rule, key, text)
         last, phase = before.get("phase"), status.get("phase")
         if last in ("Succeeded", "Failed"):
             self._broken("last words are last", key, f"{phase} is handed over after {last}")

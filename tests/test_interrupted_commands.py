@@ -8,6 +8,7 @@ that was saved.
 import pytest
 
 from simulator.fake_vms import GuestSpec
+from simulator.world import World
 from tests.provider_rig import FAST, annotations, events, status
 
 STEPS = ("before", "middle", "after")
@@ -231,3 +232,15 @@ def test_a_hibernate_that_failed_and_is_no_longer_wanted_leaves_the_pod_ready(re
     assert ready.ready("web-0")
     assert records(ready) == [("vk-default-web-0", "running")]
     assert clones(ready, "devbox-base:7") == 1
+
+
+def test_whoever_waits_for_a_command_ends_with_it(caplog):
+    """As at the end of a process: not with an error of its own."""
+    with World() as world:
+        world.create_pod("mac-0", os="macos", guest=MAC)
+        world.run(10)
+        hold = world.host.macos.hold("vm start")
+        world.guest("mac-0").crash()
+        world.run(6)
+        assert hold.reached.is_set()
+    assert "greenlet died" not in caplog.text

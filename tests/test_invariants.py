@@ -124,11 +124,27 @@ def test_a_pod_that_comes_back_from_the_dead(world):
 
 @breaks("transitions tell the truth")
 def test_a_transition_time_that_moves_without_a_transition(world):
-    alone(world)
+    pod = world.create_pod("web-0")
+    world.run(0)
     for time in ("2026-01-01T00:00:00Z", "2026-01-01T00:00:07Z"):
-        body = {"status": {"conditions": [{"type": "Ready", "status": "False", "lastTransitionTime": time}]}}
-        world.kube.admin.patch("/api/v1/namespaces/default/pods/web-0/status", body, kind="strategic")
+        condition = {"type": "Ready", "status": "False", "lastTransitionTime": time}
+        status = {"phase": "Pending", "conditions": [condition]}
+        world.daemon.provider._publication.notify({"metadata": dict(pod["metadata"], annotations={}), "status": status})
     assert broken(world) == {"transitions tell the truth"}
+
+
+def test_a_change_and_back_that_the_cluster_was_too_slow_to_see_is_the_truth_too(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.kube.down = True
+    world.guest("web-0").silent()
+    world.run(20)
+    world.guest("web-0").silent(False)
+    world.run(5)
+    world.kube.down = False
+    world.run(60)
+    assert world.ready("web-0")
+    assert broken(world) == set()
 
 
 @breaks("nothing after forget")
