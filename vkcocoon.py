@@ -43,6 +43,7 @@ from vkcocoon_readiness import Readiness
 from vkcocoon_removal import Removal
 from vkcocoon_settings import Settings
 from vkcocoon_setup import GuestSetup
+from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import SpecError
 from vkcocoon_startup import Startup
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_VM_NAME, IntentState, NotOurs, copied
@@ -63,8 +64,7 @@ class Provider:
     met raise `SpecError`, pods that ask for no VM raise `NotOurs`; the caller tries again when it thinks right.
     """
 
-    def __init__(self, settings: Settings, ports: Ports, *, gate: Event | None = None) -> None:
-        """While ``gate`` is not set, VMs that stop are neither restarted nor given up (K11)."""
+    def __init__(self, settings: Settings, ports: Ports) -> None:
         self._ports = ports
         self._probes = ProbeManager(ports.clock, observer=self._probed)
         self._pods = PodTable()
@@ -76,13 +76,14 @@ class Provider:
             report=ports.event,
             metrics=ports.metrics,
         )
-        work = Workplace(settings, ports, self._pods, self._publication, VMLocks(), Group(), gate or _open_gate())
+        work = self._work = Workplace(settings, ports, self._pods, self._publication, VMLocks(), Group())
         vnc = VncPorts(enabled=bool(settings.macos_vnc_password))
         qemu = QemuKeeper(ports.clock, ports.macos, lock=work.locks.held, group=work.group)
         self._readiness = Readiness(work, probes=self._probes, qemu=qemu, vnc=vnc)
         setup = GuestSetup(work, self._readiness)
-        self._removal = Removal(work, qemu=qemu, vnc=vnc)
-        self._creation = Creation(work, setup=setup, qemu=qemu, vnc=vnc)
+        snapshots = Snapshots(work)
+        self._removal = Removal(work, snapshots=snapshots, qemu=qemu, vnc=vnc)
+        self._creation = Creation(work, setup=setup, snapshots=snapshots, qemu=qemu, vnc=vnc)
         self._watch = VMWatch(work, removal=self._removal, readiness=self._readiness)
         self._hibernation = Hibernation(
             work,
@@ -90,9 +91,18 @@ class Provider:
             removal=self._removal,
             setup=setup,
             readiness=self._readiness,
+            snapshots=snapshots,
             look=self._watch.look,
         )
-        self._startup = Startup(work, setup=setup, removal=self._removal, track=self._track, create=self.create_pod)
+        self._startup = Startup(
+            work,
+            setup=setup,
+            removal=self._removal,
+            snapshots=snapshots,
+            vnc=vnc,
+            track=self._track,
+            create=self.create_pod,
+        )
         ports.metrics.pods_from(lambda: self._pods)
         ports.metrics.leases_from(settings.leases_path, ports.clock)
         ports.metrics.degraded(ports.pinger.degraded)
@@ -129,9 +139,11 @@ class Provider:
             if not self._may_be_alive(entry):
                 self._publication.publish(entry)
             try:
-                self._creation.bring_up(entry)
+                if not self._hibernation.recognized(entry):
+                    self._creation.bring_up(entry)
             except (SpecError, CommandError) as error:
-                self._publication.fail(entry, "CreateBringUpFailed", f"create: {error}")
+                reason = error.reason if isinstance(error, SpecError) else SpecError.reason
+                self._publication.fail(entry, reason, f"create: {error}")
                 raise
         self._hibernation.apply(entry)
         self._publication.publish(entry)
@@ -215,6 +227,10 @@ class Provider:
         """
         self._startup.reconcile()
 
+    def act_while(self, gate: Event) -> None:
+        """From now on VMs that stop are restarted, or their pods given up, only while ``gate`` is set (K11)."""
+        self._work.gate = gate
+
     def watch_vms(self) -> None:
         """Follow what happens to VMs behind our back, until `close`."""
         self._watch.run()
@@ -272,9 +288,3 @@ def main(settings: Settings) -> int:
     from vkcocoon_service import serve
 
     return serve(settings)
-
-
-def _open_gate() -> Event:
-    gate = Event()
-    gate.set()
-    return gate

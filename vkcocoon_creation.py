@@ -1,37 +1,56 @@
 """How a pod gets its VM: by the way its annotations ask for, or by adopting what an earlier attempt of ours left.
 
+In the order in which they win: an unmanaged VM is only pointed at; a macOS guest is cocoon-macos' business; what was
+hibernated here wakes; then a directory, a fork, an image to run, a snapshot to clone. What takes long and is nobody's
+yet (an image, a fork) is made ready first and shared by all who want it; everything about the VM itself happens under
+its lock.
+
 Safe to repeat after every failure and every crash: a name that is taken is our own earlier attempt, unless another pod
-holds it, and is adopted, never removed. Everything about one VM happens under its lock.
+holds it, and is adopted, never removed. A VM whose hibernated state is on this host is never made anew: that would be
+somebody's loss, so a contradiction ends the creation instead.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
 from vkcocoon_macos import QemuKeeper, VncPorts
 from vkcocoon_net import is_unicast_ipv4
 from vkcocoon_ports import Workplace
-from vkcocoon_setup import ADDRESS_BUDGET, GuestSetup
-from vkcocoon_spec import SpecError
+from vkcocoon_setup import GuestSetup
+from vkcocoon_snapshots import Snapshots
+from vkcocoon_spec import EvidenceError, PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_IP, ANNOTATION_VNC_PORT
 from vkcocoon_tracking import TrackedPod
-from vkcocoon_vms import VM, CommandError
+from vkcocoon_vms import VM, CloneSpec, CommandError, Snapshot, SnapshotNotFound, VMNotFound
 
 __all__ = ["Creation"]
 
 log = structlog.get_logger()
 
 
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """How to make the VM, once everything it is made from is there; `verb` says for people how it came to be."""
+
+    verb: str
+    make: Callable[[], VM]
+
+
 class Creation:
     """Brings up VMs. Raises SpecError and CommandError."""
 
-    def __init__(self, work: Workplace, *, setup: GuestSetup, qemu: QemuKeeper, vnc: VncPorts) -> None:
+    def __init__(
+        self, work: Workplace, *, setup: GuestSetup, snapshots: Snapshots, qemu: QemuKeeper, vnc: VncPorts
+    ) -> None:
         self._work = work
         self._pods = work.pods
         self._runtime = work.ports.runtime
         self._setup = setup
+        self._snapshots = snapshots
         self._qemu = qemu
         self._vnc = vnc
 
@@ -39,27 +58,92 @@ class Creation:
         """The VM by the way the annotations ask for, bound to the pod, probed once, published."""
         spec = entry.spec
         spec.check_name()
+        spec.check_cpu_class(self._work.settings.snapshot_cpu_class)
+        self._check_rival(entry)
+        way = self._way(entry)
         with self._work.locks.held(spec.vm_name):
-            if spec.managed and (rival := self._pods.rival(entry)) is not None:
-                raise SpecError(f"VM {spec.vm_name} belongs to pod {rival.key}; two pods cannot stand for one VM")
-            if not spec.managed:
-                vm, budget = self._unmanaged_vm(entry), None
-            elif spec.macos:
-                vm, budget = self._macos_vm(entry), None
-            elif spec.restore:
-                vm, budget = self.cloned(entry, spec.vm_name), ADDRESS_BUDGET
-            elif spec.run_mode:
-                vm, budget = self._run(entry), None
-            else:
-                vm, budget = self.cloned(entry), ADDRESS_BUDGET
+            self._check_rival(entry)
+            vm = way.make()
         if not self._pods.holds(entry) or entry.deleting:
             return  # delete comes next for this pod and removes what was made, by its name
-        self._setup.bind(entry, vm, budget, "wake" if spec.restore else "clone")
+        self._setup.bind(entry, vm, way.verb)
 
-    def cloned(self, entry: TrackedPod, snapshot: str = "") -> VM:
-        """A clone of that snapshot, or of the one the pod's image names; the caller holds the VM's lock."""
-        order = entry.spec.clone_spec(snapshot)
-        return self._made(entry, lambda: self._runtime.clone(order))
+    def woken(self, entry: TrackedPod) -> VM:
+        """The VM that was hibernated here, cloned from its snapshot; the caller holds its lock."""
+        entry.spec.check_cpu_class(self._work.settings.snapshot_cpu_class)
+        return self._cloned(entry, self._wake_order(entry.spec))
+
+    def was_hibernated(self, entry: TrackedPod) -> bool:
+        """Is there a state of this VM to go on with? A pod that never had it must not ask for anything else."""
+        spec, name = entry.spec, entry.spec.vm_name
+        if name not in self._snapshots:
+            return False
+        try:
+            found = self._snapshots.get(name)
+        except SnapshotNotFound:
+            return False
+        if entry.fresh and not entry.committed:
+            saved = f"the hibernated state of VM {name} is on this host"
+            if source := spec.clone_from_dir or spec.fork_from:
+                raise EvidenceError(f"{saved}, and the pod asks for {source!r}")
+            if not self._same_image(spec, found):
+                raise EvidenceError(f"{saved}, of image {found.image!r}, and the pod asks for {spec.image!r}")
+            message = f"VM {name} was hibernated on this host and goes on from there"
+            self._work.ports.event(entry.pod, "Warning", "HibernateSnapshotExists", message)
+        return True
+
+    def _check_rival(self, entry: TrackedPod) -> None:
+        if entry.spec.managed and (rival := self._pods.rival(entry)) is not None:
+            raise SpecError(f"VM {entry.spec.vm_name} belongs to pod {rival.key}; two pods cannot stand for one VM")
+
+    # --- which way ------------------------------------------------------------------------------------------------
+
+    def _way(self, entry: TrackedPod) -> _Way:
+        spec = entry.spec
+        if not spec.managed:
+            return _Way("unmanaged", lambda: self._unmanaged_vm(entry))
+        if spec.macos:
+            return _Way("run", lambda: self._macos_vm(entry))
+        if entry.left_over:
+            return _Way("adopt", lambda: self._left_over(entry))
+        return self._fresh_way(entry)
+
+    def _fresh_way(self, entry: TrackedPod) -> _Way:
+        spec = entry.spec
+        if spec.restore or self.was_hibernated(entry):
+            return self._clone_way(entry, self._wake_order(spec), "wake")
+        mode = self._work.settings.restore_mode
+        if directory := spec.clone_from_dir:
+            return self._clone_way(entry, spec.clone_spec(from_dir=directory, restore_mode=mode))
+        if spec.fork_from:
+            if spec.fork_from == spec.vm_name:
+                raise SpecError(f"VM {spec.vm_name} cannot be forked from itself")
+            return self._clone_way(entry, spec.clone_spec(self._snapshots.fork(spec.fork_from), restore_mode=mode))
+        if spec.run_mode:
+            order = spec.run_spec()
+            self._runtime.image_pull(order.image, force=spec.force_pull)
+            return _Way("run", lambda: self._made(entry, lambda: self._runtime.run(order)))
+        return self._clone_way(entry, spec.clone_spec(restore_mode=mode))
+
+    def _clone_way(self, entry: TrackedPod, order: CloneSpec, verb: str = "clone") -> _Way:
+        return _Way(verb, lambda: self._cloned(entry, order))
+
+    def _wake_order(self, spec: PodSpec) -> CloneSpec:
+        """From the state that was saved under the VM's own name. Windows was saved without its network card."""
+        nics = 1 if spec.os == "windows" and not spec.firecracker else None
+        return spec.clone_spec(spec.vm_name, restore_mode=self._work.settings.restore_mode, nics=nics)
+
+    def _same_image(self, spec: PodSpec, found: Snapshot) -> bool:
+        """A clone's state names what its snapshot was made from, which only that snapshot can tell."""
+        if spec.run_mode:
+            return spec.image == found.image
+        try:
+            base = self._runtime.snapshot_inspect(spec.clone_spec().snapshot)
+        except SnapshotNotFound:
+            return True  # nobody can tell any more, and what was saved is worth more than what cannot be made
+        return (base.image, base.image_digest) == (found.image, found.image_digest)
+
+    # --- making it ------------------------------------------------------------------------------------------------
 
     def _unmanaged_vm(self, entry: TrackedPod) -> VM:
         annotations = entry.spec.annotations
@@ -81,13 +165,27 @@ class Creation:
             self._vnc.adopt(name, vm.vnc)
         return vm
 
-    def _run(self, entry: TrackedPod) -> VM:
-        order = entry.spec.run_spec()
-        self._runtime.image_pull(order.image, force=entry.spec.force_pull)
-        return self._made(entry, lambda: self._runtime.run(order))
+    def _cloned(self, entry: TrackedPod, order: CloneSpec) -> VM:
+        if order.firecracker and order.snapshot:
+            _check_backend(order, self._snapshots.get(order.snapshot))
+        try:
+            return self._made(entry, lambda: self._runtime.clone(order))
+        except SnapshotNotFound as error:
+            raise _explained(entry.spec, order, error) from error
+        except CommandError as error:
+            if order.snapshot and (error.returncode or 0) > 0:
+                self._explain_backend(order)
+            raise
+
+    def _explain_backend(self, order: CloneSpec) -> None:
+        """Was a clone refused because its snapshot is of the other hypervisor? The tool's words are hard to read."""
+        try:
+            _check_backend(order, self._runtime.snapshot_inspect(order.snapshot))
+        except CommandError as error:
+            log.info("snapshot could not be inspected", snapshot=order.snapshot, error=str(error))
 
     def _made(self, entry: TrackedPod, make: Callable[[], VM]) -> VM:
-        """What ``make`` made, read once more when it came back before it ran (pid and NICs are filled in only then).
+        """What ``make`` made, running.
 
         A name that is taken is our own earlier attempt, unless another pod holds it: adopted, never removed. Only of an
         attempt that died half-way the tool itself may clear the remains.
@@ -102,25 +200,61 @@ class Creation:
             if not (record.state == "creating" and self._cleared(record)):
                 return self._existing(entry, record, error)
             vm = make()
-        return vm if vm.running and vm.pid > 0 else self._runtime.inspect(vm.id)
+        return self._running(vm)
 
     def _cleared(self, record: VM) -> bool:
         """Did the tool find that nobody is making this VM any more, and give its name back?"""
         try:
             outcome = self._runtime.reconcile_stale_create(record.id)
         except CommandError as error:  # one that is too old to know this cannot be asked
+            self._work.ports.metrics.stale_create("error")
             log.info("half-made VM could not be cleared", vm=record.name, error=str(error))
             return False
+        self._work.ports.metrics.stale_create(outcome)
         log.warning("half-made VM", vm=record.name, id=record.id, outcome=outcome)
         return outcome in ("collected", "not-found")
 
-    def _existing(self, entry: TrackedPod, record: VM, error: CommandError) -> VM:
+    def _left_over(self, entry: TrackedPod) -> VM:
+        """The VM of that name that did not run when we started: started in place, whatever it was once made from."""
+        entry.left_over, entry.committed = False, True
+        try:
+            record = self._runtime.inspect(entry.spec.vm_name)
+        except VMNotFound:
+            return self._fresh_way(entry).make()
+        return self._existing(entry, record, None)
+
+    def _existing(self, entry: TrackedPod, record: VM, error: CommandError | None) -> VM:
         holder = self._pods.holder_of(record.id)
         if holder is not None and holder is not entry:
             raise SpecError(f"VM {record.name} belongs to pod {holder.key}; two pods cannot stand for one VM")
         if record.state == "creating":
-            raise error  # somebody is still making it: not adopted, tried again later
-        if not record.running:
-            self._runtime.start(record.id)
-            record = self._runtime.inspect(record.id)
-        return record
+            # Somebody is still making it: not adopted, tried again later.
+            raise error or SpecError(f"VM {record.name} is being made by somebody else")
+        return self._running(record)
+
+    def _running(self, vm: VM) -> VM:
+        """The record of a VM that runs: read once more when it came back before it did, started when it does not.
+        Raises CommandError; what it leaves is adopted by the next attempt."""
+        if vm.running and vm.pid > 0:
+            return vm
+        record = self._runtime.inspect(vm.id)
+        if record.running:
+            return record
+        self._runtime.start(vm.id)
+        return self._runtime.inspect(vm.id)
+
+
+def _check_backend(order: CloneSpec, snapshot: Snapshot) -> None:
+    wanted = "firecracker" if order.firecracker else "cloud-hypervisor"
+    if snapshot.hypervisor and snapshot.hypervisor != wanted:
+        raise SpecError(f"snapshot {order.snapshot} is of {snapshot.hypervisor}, and the pod asks for {wanted}")
+
+
+def _explained(spec: PodSpec, order: CloneSpec, error: CommandError) -> CommandError | SpecError:
+    """The tool's "snapshot not found" in words that say what to do."""
+    if order.snapshot != spec.vm_name:
+        return error
+    return EvidenceError(
+        f"the hibernated state of VM {spec.vm_name} is not on this host: without a registry a VM can only wake where "
+        "it was hibernated"
+    )

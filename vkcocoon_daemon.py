@@ -73,7 +73,8 @@ class Daemon:
             host=host,
             instance=instance,
         )
-        self.provider = Provider(settings, self.ports, gate=self.node.alone)
+        self.provider = Provider(settings, self.ports)
+        self.provider.act_while(self.node.alone)
         self.pods = PodController(
             ports.kube,
             ports.clock,

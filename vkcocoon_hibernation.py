@@ -13,7 +13,8 @@ from vkcocoon_creation import Creation
 from vkcocoon_ports import Workplace
 from vkcocoon_readiness import Readiness
 from vkcocoon_removal import Removal
-from vkcocoon_setup import ADDRESS_BUDGET, GuestSetup
+from vkcocoon_setup import GuestSetup
+from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import SpecError
 from vkcocoon_status import IntentState
 from vkcocoon_tracking import TrackedPod
@@ -35,6 +36,7 @@ class Hibernation:
         removal: Removal,
         setup: GuestSetup,
         readiness: Readiness,
+        snapshots: Snapshots,
         look: Callable[[TrackedPod], None],
     ) -> None:
         """``look`` is called when a VM that was left alone for our sake may need looking after."""
@@ -45,6 +47,7 @@ class Hibernation:
         self._removal = removal
         self._setup = setup
         self._readiness = readiness
+        self._snapshots = snapshots
         self._look = look
 
     def apply(self, entry: TrackedPod) -> None:
@@ -64,6 +67,22 @@ class Hibernation:
             self._lift_failure(entry)
             if entry.hibernated:
                 self._wake(entry)
+
+    def recognized(self, entry: TrackedPod) -> bool:
+        """Is the pod, which has no VM and wants none, hibernated on this host? Waking it first would be for nothing."""
+        spec = entry.spec
+        if not (spec.managed and spec.hibernate) or spec.macos or entry.left_over:
+            return False
+        if not self._creation.was_hibernated(entry):
+            return False
+        try:
+            self._runtime.inspect(spec.vm_name)
+        except VMNotFound:
+            entry.hibernated = entry.committed = True
+            entry.set_intent(IntentState.HIBERNATING)
+            entry.set_intent(IntentState.HIBERNATED)
+            return True
+        return False
 
     def _hibernate(self, entry: TrackedPod) -> None:
         """Save the VM under its own name, take it away, forget the probe: in this order, published at each step."""
@@ -94,7 +113,7 @@ class Hibernation:
     def _save(self, entry: TrackedPod, vm: VM) -> None:
         """Save a VM that runs. One that is gone was removed by an attempt that saved it and never heard of its end."""
         try:
-            self._runtime.snapshot_save(entry.spec.vm_name, vm.id)
+            self._snapshots.save(entry.spec.vm_name, vm.id)
         except VMNotFound:
             if entry.saved != vm.id:
                 raise
@@ -108,12 +127,12 @@ class Hibernation:
         entry.ip = ""
         try:
             with self._work.locks.held(entry.spec.vm_name):
-                vm = self._creation.cloned(entry, entry.spec.vm_name)
+                vm = self._creation.woken(entry)
         except (SpecError, CommandError) as error:
             self._publication.fail(entry, "WakeCloneFailed", f"wake: {error}")
             raise
         if self._pods.holds(entry) and not entry.deleting:
-            self._setup.bind(entry, vm, ADDRESS_BUDGET, "wake")
+            self._setup.bind(entry, vm, "wake")
             message = f"wake: {entry.spec.vm_name} cloned from its snapshot"
             self._work.ports.event(entry.pod, "Normal", "Woken", message)
 
@@ -143,7 +162,7 @@ class Hibernation:
         if running and self._pods.holds(entry, vm.id) and entry.intent is failed:
             entry.saved = ""  # it runs on: what was saved is of an earlier time
             entry.set_intent(IntentState.CREATING)
-            self._setup.await_address(entry, vm.id, None, "hibernate")
+            self._setup.await_address(entry, vm.id, "hibernate")
 
     def _refuse_macos(self, entry: TrackedPod) -> None:
         if entry.spec.hibernate and entry.intent.message != HIBERNATE_UNSUPPORTED:
@@ -151,4 +170,4 @@ class Hibernation:
         elif not entry.spec.hibernate and entry.intent.message == HIBERNATE_UNSUPPORTED:
             entry.set_intent(IntentState.CREATING)
             if entry.vm is not None:
-                self._setup.await_address(entry, entry.vm.id, None, "run")
+                self._setup.await_address(entry, entry.vm.id, "run")

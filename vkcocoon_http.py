@@ -204,6 +204,7 @@ class Metrics:
         self._qemu_restarts = self._counter("qemu_restarts", "Restarts of macOS guests found dead.", "result")
         self._vm_restarts = self._counter("vm_restarts", "Restarts in place of microVMs found stopped.", "result")
         self._evictions = self._counter("evictions", "Pods given up because of what became of their VM.", "reason")
+        self._stale_creates = self._counter("stale_create_reconcile", "Half-made VMs found.", "outcome")
         self._doubtful_looks = self._counter("vm_inspect_transient_fail", "Looks at a VM that proved nothing.")
         self._pod_operations = self._counter("pod_lifecycle", "Pod operations.", "op", "result", "reason")
         self._orphans = self._counter("orphan_vm", "VMs no pod asked for, found at start.")
@@ -274,6 +275,10 @@ class Metrics:
     def eviction(self, reason: str) -> None:
         """A pod was deleted because its VM was lost; `reason` is the one its containers terminated with."""
         self._evictions.labels(reason).inc()
+
+    def stale_create(self, outcome: str) -> None:
+        """A half-made VM was found: collected, busy, not-creating, not-found or error."""
+        self._stale_creates.labels(outcome).inc()
 
     def doubtful_look(self) -> None:
         """A VM was inspected and the answer proved nothing."""

@@ -42,7 +42,13 @@ class Ports:
     metrics: Metrics = field(default_factory=lambda: Metrics("unversioned"))
 
 
-@dataclass(frozen=True, slots=True)
+def _open_gate() -> Event:
+    gate = Event()
+    gate.set()
+    return gate
+
+
+@dataclass(slots=True)
 class Workplace:
     """What the rooms of one provider share. `group` holds the background greenlets of pods; while `gate` is not set
     nothing is done to VMs except what the actor of a pod asks for (K11)."""
@@ -53,7 +59,7 @@ class Workplace:
     publication: Publication
     locks: VMLocks
     group: Group
-    gate: Event
+    gate: Event = field(default_factory=_open_gate)
 
     @property
     def clock(self) -> Clock:

@@ -13,9 +13,10 @@ import structlog
 from vkcocoon_macos import QemuKeeper, VncPorts
 from vkcocoon_net import LeaseReleaseError
 from vkcocoon_ports import Workplace
+from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import SpecError
 from vkcocoon_tracking import TrackedPod
-from vkcocoon_vms import VM, CommandError, SnapshotNotFound, VMNotFound
+from vkcocoon_vms import VM, CommandError, VMNotFound
 
 __all__ = ["Removal"]
 
@@ -25,8 +26,9 @@ log = structlog.get_logger()
 class Removal:
     """Removes the VMs of pods. Raises CommandError while one may still exist."""
 
-    def __init__(self, work: Workplace, *, qemu: QemuKeeper, vnc: VncPorts) -> None:
+    def __init__(self, work: Workplace, *, snapshots: Snapshots, qemu: QemuKeeper, vnc: VncPorts) -> None:
         self._work = work
+        self._snapshots = snapshots
         self._qemu = qemu
         self._vnc = vnc
 
@@ -96,8 +98,6 @@ class Removal:
 
     def _drop_snapshot(self, name: str) -> None:
         try:
-            self._work.ports.runtime.snapshot_remove(name)
-        except SnapshotNotFound:
-            return
+            self._snapshots.drop(name)
         except CommandError as error:
             log.warning("snapshot could not be removed", snapshot=name, error=str(error))

@@ -14,10 +14,10 @@ from vkcocoon_status import Intent, IntentState
 from vkcocoon_tracking import TrackedPod
 from vkcocoon_vms import VM
 
-__all__ = ["ADDRESS_BUDGET", "GuestSetup"]
+__all__ = ["GuestSetup"]
 
 ADDRESS_POLL = 0.2  # seconds between two looks for an address before the intent may be ready (T6)
-ADDRESS_BUDGET = 45.0  # after a clone or a wake the wait is reported as failed then, and goes on (T6)
+ADDRESS_BUDGET = {"clone": 45.0, "wake": 45.0}  # then the wait is reported as failed, and goes on (T6)
 NO_ADDRESS = "dhcp lease not observed"
 
 
@@ -29,7 +29,7 @@ class GuestSetup:
         self._pods, self._publication = work.pods, work.publication
         self._readiness = readiness
 
-    def bind(self, entry: TrackedPod, vm: VM, budget: float | None, verb: str) -> None:
+    def bind(self, entry: TrackedPod, vm: VM, verb: str) -> None:
         """The pod has its VM: first probe, address, publication, in this order (clause 2 of the contract)."""
         entry.vm, entry.lost, entry.hibernated, entry.committed = vm, "", False, True
         entry.ip = vm.static_ip or entry.ip
@@ -38,18 +38,18 @@ class GuestSetup:
         self._readiness.start(entry)
         if not self._pods.holds(entry, vm.id):
             return
-        self.await_address(entry, vm.id, budget, verb)
+        self.await_address(entry, vm.id, verb)
         self._publication.publish(entry)
 
-    def await_address(self, entry: TrackedPod, vm_id: str, budget: float | None, verb: str) -> None:
+    def await_address(self, entry: TrackedPod, vm_id: str, verb: str) -> None:
         """Ready intent needs an address that resolves, not a successful probe; without one yet, wait for it (T6)."""
         if self._readiness.has_address(entry):
             entry.set_intent(IntentState.READY)
         elif not entry.terminating:
-            spawn(self._work.group, f"address {entry.key}", self._wait_for_address, entry, vm_id, budget, verb)
+            spawn(self._work.group, f"address {entry.key}", self._wait_for_address, entry, vm_id, verb)
 
-    def _wait_for_address(self, entry: TrackedPod, vm_id: str, budget: float | None, verb: str) -> None:
-        clock = self._work.clock
+    def _wait_for_address(self, entry: TrackedPod, vm_id: str, verb: str) -> None:
+        clock, budget = self._work.clock, ADDRESS_BUDGET.get(verb)
         began, failure = clock.monotonic(), ""
         while not clock.wait(entry.stop, ADDRESS_POLL):
             if not self._pods.holds(entry, vm_id) or entry.terminating:

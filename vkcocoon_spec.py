@@ -7,11 +7,12 @@ touches a raw input annotation itself. Written by the operator, these annotation
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
-from typing import Any
+from typing import Any, TypedDict
 
 from vkcocoon_status import (
     ANNOTATION_GENERATION,
@@ -22,7 +23,7 @@ from vkcocoon_status import (
 )
 from vkcocoon_vms import CloneSpec, MacosSpec, RunSpec
 
-__all__ = ["PodSpec", "SpecError", "parse_quantity", "probe_port"]
+__all__ = ["EvidenceError", "PodSpec", "SpecError", "parse_quantity", "probe_port"]
 
 IMAGE = "cocoonset.cocoonstack.io/image"
 MODE = "cocoonset.cocoonstack.io/mode"
@@ -37,6 +38,12 @@ RESTORE = "vm.cocoonstack.io/restore-from-hibernate"
 KEEP_SNAPSHOT = "vm.cocoonstack.io/keep-snapshot-on-delete"
 FORK_FROM = "vm.cocoonstack.io/fork-from"
 CLONE_FROM_DIR = "vm.cocoonstack.io/clone-from-dir"
+SNAPSHOT_POLICY = "cocoonset.cocoonstack.io/snapshot-policy"
+CPU_CLASS = "cocoonstack.io/snapshot-cpu-class"  # a node selector
+
+LONGEST_SNAPSHOT_NAME = 63
+CPU_PERIOD_US = 100_000  # the kernel's own default
+LEAST_CPU_QUOTA_US = 1_000  # the kernel refuses less
 
 _IDENTITY = (ANNOTATION_VM_NAME, OS)
 
@@ -56,6 +63,22 @@ _FACTOR = {
 class SpecError(ProviderFailure):
     """A pod asks for something that cannot be; the message names the annotation, the value and what is allowed."""
 
+    reason = "CreateBringUpFailed"  # of the Event that tells of it
+
+
+class EvidenceError(SpecError):
+    """What is left of an earlier life of the VM contradicts what the pod asks for."""
+
+    reason = "HibernateEvidenceFailed"
+
+
+class CpuPolicy(TypedDict, total=False):
+    """What a VM's cgroup is told; what is not in it is left to cocoon."""
+
+    cpu_weight: int
+    cpu_quota_us: int
+    cpu_period_us: int
+
 
 @dataclass(frozen=True, slots=True)
 class PodSpec:
@@ -64,13 +87,17 @@ class PodSpec:
     vm_name: str
     annotations: Mapping[str, str]
     resources: Mapping[str, Mapping[str, str]]
+    cpu_class: str = ""  # the class of hosts its node selector asks for
+    main: bool = False  # the first VM of its CocoonSet
 
     @classmethod
     def of(cls, pod: Mapping[str, Any]) -> PodSpec:
-        annotations = pod["metadata"].get("annotations") or {}
-        containers = (pod.get("spec") or {}).get("containers") or [{}]
-        resources = containers[0].get("resources") or {}
-        return cls(annotations.get(ANNOTATION_VM_NAME, "").strip(), annotations, resources)
+        metadata, spec = pod["metadata"], pod.get("spec") or {}
+        annotations = metadata.get("annotations") or {}
+        resources = (spec.get("containers") or [{}])[0].get("resources") or {}
+        vm_name = annotations.get(ANNOTATION_VM_NAME, "").strip()
+        cpu_class = (spec.get("nodeSelector") or {}).get(CPU_CLASS, "")
+        return cls(vm_name, annotations, resources, cpu_class, _is_main(metadata, vm_name))
 
     def with_identity_of(self, former: PodSpec) -> PodSpec:
         """The same wishes for the VM that ``former`` named: a VM cannot be renamed, nor become one of another tool."""
@@ -132,9 +159,41 @@ class PodSpec:
                 "underscores and hyphens, the first a letter or digit"
             )
 
+    def check_cpu_class(self, ours: str) -> None:
+        """A memory image only fits the CPUs it was made on. Raises SpecError for a pod that was sent elsewhere."""
+        if self.cpu_class and self.cpu_class != ours:
+            here = f"this node is {ours!r}" if ours else "this node has none (VK_SNAPSHOT_CPU_CLASS)"
+            raise SpecError(f"node selector {CPU_CLASS}={self.cpu_class!r}: {here}")
+
+    @property
+    def fork_from(self) -> str:
+        """The VM whose state this one begins with; "" for none."""
+        return self.annotations.get(FORK_FROM, "").strip()
+
+    @property
+    def clone_from_dir(self) -> str:
+        """The directory of an exported snapshot; "" for none. It wins over mode, and contradicts what it cannot."""
+        directory = self.annotations.get(CLONE_FROM_DIR, "")
+        if not directory:
+            return ""
+        if not os.path.isabs(directory) or os.path.normpath(directory) != directory or directory.startswith("//"):
+            raise SpecError(f"annotation {CLONE_FROM_DIR}={directory!r} is no absolute path in its shortest form")
+        if self.run_mode or self.fork_from:
+            other = FORK_FROM if self.fork_from else MODE
+            raise SpecError(
+                f"annotation {CLONE_FROM_DIR}={directory!r} contradicts {other}={self.annotations[other]!r}: "
+                "a VM has one source"
+            )
+        return directory
+
+    @property
+    def saved_at_deletion(self) -> bool:
+        """Whether the state of the VM outlives its pod: always unless said otherwise, or only that of a set's main."""
+        policy = self.annotations.get(SNAPSHOT_POLICY, "")
+        return self.main if policy == "main-only" else policy != "never"
+
     def run_spec(self) -> RunSpec:
         """The order for ``cocoon vm run``: vCPU from the limit (rounded up), else the request; memory the other way."""
-        self._refuse_unbuilt_sources()
         self._need_image()
         return RunSpec(
             name=self.vm_name,
@@ -144,21 +203,29 @@ class PodSpec:
             storage=self._storage(),
             network=self.annotations.get(NETWORK, ""),
             windows=self.os == "windows",
-            firecracker=self._firecracker,
+            firecracker=self.firecracker,
             no_direct_io=self.flag(NO_DIRECT_IO),
+            **self._cpu_policy(),
         )
 
-    def clone_spec(self, snapshot: str = "") -> CloneSpec:
-        """The order for ``cocoon vm clone`` of ``snapshot``, or of the image annotation (``repo[:tag]``)."""
-        if not snapshot:
-            self._refuse_unbuilt_sources()
-            self._need_image()
+    def clone_spec(
+        self, snapshot: str = "", *, from_dir: str = "", restore_mode: str = "", nics: int | None = None
+    ) -> CloneSpec:
+        """The order for ``cocoon vm clone``: of ``from_dir``, of ``snapshot``, or of the image annotation
+        (``repo[:tag]``). How many CPUs and how much memory it has is the snapshot's business."""
+        if not snapshot and not from_dir:
+            snapshot = self._image_snapshot()
         return CloneSpec(
             name=self.vm_name,
-            snapshot=snapshot or self.image.removesuffix(":latest"),
+            snapshot=snapshot,
+            from_dir=from_dir,
             network=self.annotations.get(NETWORK, ""),
             no_direct_io=self.flag(NO_DIRECT_IO),
-            firecracker=self._firecracker,
+            # Windows notices when memory arrives late.
+            restore_mode="copy" if restore_mode and self.os == "windows" else restore_mode,
+            firecracker=self.firecracker,
+            nics=nics,
+            **self._cpu_policy(),
         )
 
     def macos_spec(self, vnc: int) -> MacosSpec:
@@ -176,18 +243,39 @@ class PodSpec:
         )
 
     @property
-    def _firecracker(self) -> bool:
+    def firecracker(self) -> bool:
         return self.annotations.get(BACKEND, "").strip() == "firecracker"
+
+    def _image_snapshot(self) -> str:
+        self._need_image()
+        name = self.image.removesuffix(":latest")
+        if len(name) > LONGEST_SNAPSHOT_NAME:
+            longest = f"a snapshot has a name of at most {LONGEST_SNAPSHOT_NAME} characters"
+            raise SpecError(f"annotation {IMAGE}={self.image!r}: {longest}")
+        return name
 
     def _need_image(self) -> None:
         if not self.image:
             raise SpecError(f"annotation {IMAGE} is missing: it names what the VM is made from")
 
-    def _refuse_unbuilt_sources(self) -> None:
-        """A source that we cannot serve yet must not silently become another one."""
-        for key in (FORK_FROM, CLONE_FROM_DIR):
-            if self.annotations.get(key):
-                raise SpecError(f"annotation {key}={self.annotations[key]!r} is not supported by this version")
+    def _cpu_policy(self) -> CpuPolicy:
+        """What Kubernetes promises a container, for the cgroup of the VM: a share of busy CPUs by the request (which is
+        the limit where there is none), at most so much by the limit."""
+        request = self._milli_cpus("requests") or self._milli_cpus("limits")
+        limit = self._milli_cpus("limits")
+        policy = CpuPolicy()
+        if request:
+            # As the kubelet and its runtimes turn CPUs into shares of cgroup v1, and those into the weight of v2.
+            shares = min(max(request * 1024 // 1000, 2), 262_144)
+            policy["cpu_weight"] = 1 + (shares - 2) * 9999 // 262_142
+        if limit:
+            policy["cpu_quota_us"] = max(limit * CPU_PERIOD_US // 1000, LEAST_CPU_QUOTA_US)
+            policy["cpu_period_us"] = CPU_PERIOD_US
+        return policy
+
+    def _milli_cpus(self, kind: str) -> int:
+        text = (self.resources.get(kind) or {}).get("cpu")
+        return int(_amount(text, f"resources.{kind}.cpu") * 1000) if text else 0
 
     def _resource(self, name: str, *order: str) -> int:
         for kind in order:
@@ -233,11 +321,21 @@ def parse_quantity(text: str) -> Decimal:
         raise ValueError(f"{text!r} is no quantity") from error
 
 
-def _round_up(text: str, what: str) -> int:
+def _is_main(metadata: Mapping[str, Any], vm_name: str) -> bool:
+    """Slot 0 of the set that owns the pod: told by the owner and the VM's name, since a pod may be called anything."""
+    owners = [owner for owner in metadata.get("ownerReferences") or () if owner.get("kind") == "CocoonSet"]
+    return any(vm_name == f"vk-{metadata.get('namespace', 'default')}-{owner.get('name')}-0" for owner in owners)
+
+
+def _amount(text: str, what: str) -> Decimal:
     try:
         value = parse_quantity(str(text))
     except ValueError as error:
         raise SpecError(f"{what}={text!r} is no quantity such as 2, 500m or 20Gi") from error
     if value <= 0:
         raise SpecError(f"{what}={text!r} must be more than zero")
-    return int(value.to_integral_value(rounding="ROUND_CEILING"))
+    return value
+
+
+def _round_up(text: str, what: str) -> int:
+    return int(_amount(text, what).to_integral_value(rounding="ROUND_CEILING"))

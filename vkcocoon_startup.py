@@ -1,8 +1,9 @@
 """What already runs when we start: adopted, each VM probed before its pod is published, all side by side.
 
 Nothing is touched before both lists, of pods and of VMs, were read whole. A pod whose VM is missing, half made or
-stopped is left to `create_pod`, which the controller calls for it anyway. A VM that no pod asks for is somebody's work,
-and only the policy that says so removes it (D1).
+stopped is left to `create_pod`, which the controller calls for it anyway; what is owed to an adopted one (a hibernate,
+a wake, the set-up of its guest) is done by `update_pod`, which is called once for each. A VM that no pod asks for is
+somebody's work, and only the policy that says so removes it (D1).
 """
 
 from __future__ import annotations
@@ -13,16 +14,21 @@ import structlog
 from gevent.pool import Group
 
 from vkcocoon_kube import list_all
+from vkcocoon_macos import VncPorts
 from vkcocoon_ports import Workplace
 from vkcocoon_probes import spawn
 from vkcocoon_removal import Removal
 from vkcocoon_setup import GuestSetup
+from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, Intent, IntentState
 from vkcocoon_tracking import Pod, TrackedPod
-from vkcocoon_vms import VM, CommandError
+from vkcocoon_vms import VM, CommandError, VMNotFound
 
 __all__ = ["Startup"]
+
+FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # between two questions about a half-made VM
+PATIENCE = 1800.0  # no creation takes that long
 
 log = structlog.get_logger()
 
@@ -36,6 +42,8 @@ class Startup:
         *,
         setup: GuestSetup,
         removal: Removal,
+        snapshots: Snapshots,
+        vnc: VncPorts,
         track: Callable[[Pod], TrackedPod],
         create: Callable[[Pod], None],
     ) -> None:
@@ -44,17 +52,20 @@ class Startup:
         self._runtime, self._macos = work.ports.runtime, work.ports.macos
         self._setup = setup
         self._removal = removal
+        self._snapshots = snapshots
+        self._vnc = vnc
         self._track = track
         self._create = create
 
     def reconcile(self) -> None:
         """Adopt the VMs of the pods bound to this node.
 
-        Raises ApiError or CommandError when either list could not be read whole; nothing was touched then.
+        Raises ApiError or CommandError when a list could not be read whole; nothing was touched then.
         """
         selector = f"spec.nodeName={self._work.settings.node_name}"
         pods, _ = list_all(self._work.ports.kube, "/api/v1/pods", field_selector=selector)
         records = self._runtime.list()
+        self._snapshots.load()
         adoptions = Group()
         ours = [pod for pod in pods if PodSpec.of(pod).vm_name and not _ended(pod)]
         for entry in [self._track(pod) for pod in sorted(ours, key=_claim)]:
@@ -63,7 +74,11 @@ class Startup:
         names = {PodSpec.of(pod).vm_name for pod in pods}
         bound = {entry.vm.id for entry in self._pods if entry.vm is not None}
         for record in records:
-            if record.id not in bound and record.name not in names:
+            if record.id in bound or record.name in names:
+                continue  # half-made, it is cleared or waited for by the creation that wants its name
+            if record.state == "creating":
+                spawn(self._work.group, f"half-made VM {record.name}", self._clear, record)
+            else:
                 self._orphan(record)
 
     def _adopt(self, entry: TrackedPod, records: list[VM]) -> None:
@@ -84,8 +99,10 @@ class Startup:
         elif vm is not None and entry.terminating:
             entry.vm = vm  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
         elif vm is not None:
-            self._setup.bind(entry, vm, None, "adopt")
-        elif not any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
+            self._setup.bind(entry, vm, "adopt")
+        elif any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
+            entry.left_over = True
+        else:
             self._adopt_hibernated(entry)
 
     def _live_macos(self, entry: TrackedPod) -> VM | None:
@@ -94,7 +111,10 @@ class Startup:
             record = self._macos.inspect(entry.spec.vm_name)
         except CommandError:
             return None
-        return record if self._macos.alive(record) else None
+        if not self._macos.alive(record):
+            return None
+        self._vnc.adopt(record.name, record.vnc)
+        return record
 
     def _adopt_hibernated(self, entry: TrackedPod) -> None:
         """A hibernated pod has no VM on purpose. One that was interrupted on its way there or back, or failed, is
@@ -102,22 +122,50 @@ class Startup:
         interrupted = _between(entry.intent)
         if entry.terminating or not (interrupted or entry.intent.state is IntentState.HIBERNATED):
             return
-        if interrupted:
-            try:
-                self._runtime.snapshot_inspect(entry.spec.vm_name)
-            except CommandError:
-                return
+        if interrupted and entry.spec.vm_name not in self._snapshots:
+            return
         entry.hibernated = entry.committed = True
         # The rest of what was interrupted is done by its actor, which is handed every pod once.
         entry.set_intent(IntentState.HIBERNATING if interrupted else IntentState.HIBERNATED)
         self._publication.publish(entry)
+
+    def _clear(self, record: VM) -> None:
+        """A VM that was being made when we started and that no pod asks for: a leftover goes, one that is being made is
+        waited for, and what becomes of it is an orphan."""
+        clock, pause = self._work.clock, FIRST_PAUSE
+        until = clock.monotonic() + PATIENCE
+        while clock.monotonic() < until and not self._wanted(record.name):
+            if self._cleared(record):
+                return
+            clock.sleep(pause)
+            pause = min(pause * 2, LAST_PAUSE)
+
+    def _cleared(self, record: VM) -> bool:
+        """False while somebody may still be making it."""
+        try:
+            outcome = self._runtime.reconcile_stale_create(record.id)
+            self._work.ports.metrics.stale_create(outcome)
+            if outcome == "not-creating" and not self._wanted(record.name):
+                self._orphan(self._runtime.inspect(record.id))
+        except VMNotFound:
+            return True
+        except CommandError as error:
+            self._work.ports.metrics.stale_create("error")
+            log.info("half-made VM could not be cleared", vm=record.name, id=record.id, error=str(error))
+            return False
+        log.info("half-made VM", vm=record.name, id=record.id, outcome=outcome)
+        return outcome != "busy"
+
+    def _wanted(self, name: str) -> bool:
+        """Does a pod name it by now? Then it is its creation's."""
+        return any(entry.spec.vm_name == name for entry in self._pods)
 
     def _orphan(self, record: VM) -> None:
         """A VM that no pod asks for: somebody's work, so only the policy that says so removes it (D1)."""
         self._work.ports.metrics.orphan()
         policy = self._work.settings.orphan_policy
         log.warning("VM belongs to no pod", vm=record.name, id=record.id, state=record.state, policy=policy)
-        if policy != "destroy" or record.state == "creating":
+        if policy != "destroy":
             return
         try:
             self._removal.destroy(record.id)

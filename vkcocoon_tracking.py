@@ -92,6 +92,7 @@ class TrackedPod:
     conflicted: bool = False  # withheld from Ready because another pod is published Ready on its address
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
     saved: str = ""  # the id of the VM that was last saved whole
+    left_over: bool = False  # at start there was a VM of its name that did not run
     committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False
     seen_gone: bool = False  # the API shows that its VM is gone

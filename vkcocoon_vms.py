@@ -417,11 +417,21 @@ class CocoonCLI(_CommandLine):
 
     def snapshot_inspect(self, name: str) -> Snapshot:
         arguments = ("snapshot", "inspect", self._operand(name))
-        record = self._document(arguments, self._ask(*arguments))
-        if not isinstance(record, dict) or not (identifier := _text(record.get("id"))):
+        snapshot = _parse_snapshot(self._document(arguments, self._ask(*arguments)))
+        if snapshot is None:
             self._unreadable(arguments, "not a record of a snapshot")
-        image, digest = _text(record.get("image")), _text(record.get("image_digest"))
-        return Snapshot(identifier, _text(record.get("name")), image, digest, _text(record.get("hypervisor")))
+        return snapshot
+
+    def snapshots(self) -> Sequence[Snapshot]:
+        """All finished snapshots. Empty in any of the tool's spellings."""
+        arguments = ("snapshot", "list", "-o", "json")
+        completed = self._ask(*arguments)
+        if completed.stdout.strip() in ("", "No snapshots found."):
+            return []
+        document = self._document(arguments, completed)
+        if not isinstance(document, list) and document is not None:
+            self._unreadable(arguments, "not a list")
+        return [snapshot for snapshot in map(_parse_snapshot, document or ()) if snapshot]
 
     def snapshot_remove(self, name: str) -> None:
         """Deletes a snapshot; already gone is success. Waits up to 30 s for a clone that still reads from it."""
@@ -448,6 +458,10 @@ class CocoonCLI(_CommandLine):
         for line in self._stream(self._argv(("vm", "status", "--event", "--format", "json"))):
             if event := _parse_event(line):
                 yield event
+
+    def nics(self, ref: str, number: int) -> None:
+        """Hot-plugs or removes network cards at the tail; one that is added has a new MAC."""
+        self._change("vm", "net", "--nics", str(number), self._operand(ref), limit=POWER_S)
 
     def reconcile_stale_create(self, ref: str) -> str:
         """What became of a record left in `creating`: collected, busy, not-creating or not-found."""
@@ -676,6 +690,15 @@ def _parse_vm(record: Any) -> VM | None:
         pid=_integer(record.get("pid")),
         nics=tuple(_parse_nic(_mapping(card)) for card in cards) if isinstance(cards, list) else (),
     )
+
+
+def _parse_snapshot(record: Any) -> Snapshot | None:
+    """None for what is no record of a snapshot."""
+    record = _mapping(record)
+    if not (identifier := _text(record.get("id"))):
+        return None
+    image, digest = _text(record.get("image")), _text(record.get("image_digest"))
+    return Snapshot(identifier, _text(record.get("name")), image, digest, _text(record.get("hypervisor")))
 
 
 def _parse_nic(card: Mapping[str, Any]) -> Nic:

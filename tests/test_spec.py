@@ -17,6 +17,7 @@ def spec(resources=None, **annotations):
         "no_direct_io": "vm.cocoonstack.io/no-direct-io",
         "fork_from": "vm.cocoonstack.io/fork-from",
         "hibernate": "vm.cocoonstack.io/hibernate",
+        "clone_from_dir": "vm.cocoonstack.io/clone-from-dir",
     }
     given = {names.get(key, f"cocoonset.cocoonstack.io/{key}"): value for key, value in annotations.items()}
     pod = {
@@ -65,6 +66,9 @@ def test_run_takes_the_cpu_limit_rounded_up_and_the_memory_request():
         storage=str(60 * 2**30),
         network="cocoon-dhcp",
         windows=True,
+        cpu_weight=39,
+        cpu_quota_us=250_000,
+        cpu_period_us=100_000,
     )
 
 
@@ -78,6 +82,79 @@ def test_clone_names_the_snapshot_of_the_image_annotation_without_a_latest_tag()
     )
     assert spec(image="base:latest").clone_spec().snapshot == "base"
     assert spec().clone_spec("vm-1").snapshot == "vm-1"
+
+
+def test_a_clone_of_a_directory_or_of_a_fork_is_no_clone_of_the_image():
+    assert spec(clone_from_dir="/srv/export").clone_from_dir == "/srv/export"
+    assert spec().clone_spec(from_dir="/srv/export") == CloneSpec(name="vm-1", from_dir="/srv/export")
+    assert spec(fork_from=" vm-0 ").fork_from == "vm-0"
+    assert spec(image="base").clone_spec("fork-vm-0").snapshot == "fork-vm-0"
+
+
+@pytest.mark.parametrize(("os", "mode"), [("linux", "mmap"), ("windows", "copy")])
+def test_memory_comes_as_the_node_is_told_and_for_windows_always_by_copy(os, mode):
+    assert spec(image="base", os=os).clone_spec(restore_mode="mmap").restore_mode == mode
+    assert spec(image="base", os=os).clone_spec().restore_mode == ""
+
+
+@pytest.mark.parametrize(
+    ("resources", "weight", "quota"),
+    [
+        ({}, 0, 0),
+        ({"requests": {"cpu": "1"}}, 39, 0),
+        ({"limits": {"cpu": "2"}}, 79, 200_000),
+        ({"requests": {"cpu": "250m"}, "limits": {"cpu": "1500m"}}, 10, 150_000),
+        ({"requests": {"cpu": "1m"}, "limits": {"cpu": "1m"}}, 1, 1_000),
+        ({"requests": {"cpu": "1000"}}, 10_000, 0),
+    ],
+)
+def test_requests_and_limits_become_the_weight_and_quota_of_a_cgroup_for_run_and_clone_alike(resources, weight, quota):
+    for order in (spec(resources, image="x").run_spec(), spec(resources, image="x").clone_spec()):
+        period = 100_000 if quota else 0
+        assert (order.cpu_weight, order.cpu_quota_us, order.cpu_period_us) == (weight, quota, period)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ours", "refused"),
+    [("", "", False), ("", "a", False), ("a", "a", False), ("a", "b", True), ("a", "", True)],
+)
+def test_a_pod_for_another_class_of_cpus_is_refused(wanted, ours, refused):
+    selector = {"cocoonstack.io/snapshot-cpu-class": wanted} if wanted else {}
+    pod = {"metadata": {"name": "p", "uid": "u"}, "spec": {"containers": [{}], "nodeSelector": selector}}
+    try:
+        PodSpec.of(pod).check_cpu_class(ours)
+    except SpecError as error:
+        assert refused and "cocoonstack.io/snapshot-cpu-class" in str(error)
+    else:
+        assert not refused
+
+
+@pytest.mark.parametrize(
+    ("policy", "main", "saved"),
+    [
+        (None, False, True),
+        ("always", False, True),
+        ("never", True, False),
+        ("main-only", True, True),
+        ("main-only", False, False),
+        ("Never", False, True),  # what is not understood keeps data
+    ],
+)
+def test_the_snapshot_policy_decides_whose_state_outlives_the_pod(policy, main, saved):
+    annotations = {"vm.cocoonstack.io/name": "vk-team-box-0" if main else "vk-team-box-1"}
+    annotations |= {"cocoonset.cocoonstack.io/snapshot-policy": policy} if policy else {}
+    owner = {"kind": "CocoonSet", "name": "box"}
+    pod = {"metadata": {"name": "p-0", "namespace": "team", "annotations": annotations, "ownerReferences": [owner]}}
+    assert PodSpec.of(pod).saved_at_deletion is saved
+
+
+def test_a_name_that_ends_in_0_is_not_the_main_of_a_set_that_does_not_own_it():
+    annotations = {"vm.cocoonstack.io/name": "vk-team-box-0"}
+    for owners in ([], [{"kind": "ReplicaSet", "name": "box"}], [{"kind": "CocoonSet", "name": "other"}]):
+        pod = {
+            "metadata": {"name": "box-0", "namespace": "team", "annotations": annotations, "ownerReferences": owners}
+        }
+        assert not PodSpec.of(pod).main
 
 
 def test_macos_gets_an_even_number_of_cpus_and_whole_mebibytes():
@@ -108,7 +185,13 @@ def test_a_vm_name_that_cocoon_would_refuse_is_refused_before_any_work(name):
         (lambda: spec(image="x", storage="many").run_spec(), "cocoonset.cocoonstack.io/storage"),
         (lambda: spec({"limits": {"cpu": "two"}}, image="x").run_spec(), "resources.limits.cpu"),
         (lambda: spec({"limits": {"cpu": "-1"}}, image="x").run_spec(), "resources.limits.cpu"),
-        (lambda: spec(image="x", fork_from="vm-0").clone_spec(), "vm.cocoonstack.io/fork-from"),
+        (lambda: spec(image="x" * 64).clone_spec(), "cocoonset.cocoonstack.io/image"),
+        (lambda: spec(clone_from_dir="relative/path").clone_from_dir, "vm.cocoonstack.io/clone-from-dir"),
+        (lambda: spec(clone_from_dir="/a/../b").clone_from_dir, "vm.cocoonstack.io/clone-from-dir"),
+        (lambda: spec(clone_from_dir="//a").clone_from_dir, "vm.cocoonstack.io/clone-from-dir"),
+        (lambda: spec(clone_from_dir="/a/").clone_from_dir, "vm.cocoonstack.io/clone-from-dir"),
+        (lambda: spec(clone_from_dir="/a", mode="run").clone_from_dir, "cocoonset.cocoonstack.io/mode"),
+        (lambda: spec(clone_from_dir="/a", fork_from="vm-0").clone_from_dir, "vm.cocoonstack.io/fork-from"),
     ],
 )
 def test_an_order_that_cannot_be_met_names_what_is_wrong(order, named):
