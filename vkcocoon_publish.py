@@ -379,9 +379,10 @@ class _Publisher:
         if error.status == 404:
             self.end("the API no longer has the pod")
             return
-        if error.status == 409:
+        namesake = _is_about_uid(error)
+        if error.status == 409 or namesake:
             self._held = None  # the name may be another pod's by now: look before writing again
-        pauses = self._rejections if error.status in REJECTED else self._backoff
+        pauses = self._rejections if error.status in REJECTED and not namesake else self._backoff
         self._not_before = self._desk.clock.monotonic() + pauses.next(error.retry_after)
         self._complain(f"the API did not take the status: {error}")
 
@@ -394,6 +395,11 @@ class _Publisher:
         for event in waiting:
             event.set()
         waiting.clear()
+
+
+def _is_about_uid(error: ApiError) -> bool:
+    """Was the UID in a patch another pod's? Not a conflict to the API, but an invalid change of a field."""
+    return error.status == 422 and "metadata.uid" in error.message
 
 
 def _annotations_held(wanted: _Wanted, held: Object) -> bool:

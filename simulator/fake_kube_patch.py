@@ -93,17 +93,29 @@ def _merge_list(current: list[Any], patch: list[Any], field: Field, name: str) -
     directives = [item.get("$patch") if isinstance(item, dict) else None for item in patch]
     if "replace" in directives:
         return [item for item, directive in zip(patch, directives, strict=True) if directive is None]
-    result = list(current)
+    untouched, order = list(current), [old.get(field.merge_key) for old in current]
+    patched: dict[Any, Any] = {}
     for item, directive in zip(patch, directives, strict=True):
         identity = _identity(item, field, name)
-        index = next((i for i, old in enumerate(result) if old.get(field.merge_key) == identity), None)
+        old = patched.pop(identity, None)
+        if old is None:
+            old = next((each for each in untouched if each.get(field.merge_key) == identity), {})
+            untouched = [each for each in untouched if each is not old]
         if directive == "delete":
-            result = [old for old in result if old.get(field.merge_key) != identity]
-        elif index is None:
-            result.append(strategic_merge(field.type, {}, item))
+            untouched = [each for each in untouched if each.get(field.merge_key) != identity]
         else:
-            result[index] = strategic_merge(field.type, result[index], item)
-    return result
+            patched[identity] = strategic_merge(field.type, old, item)
+    return _in_order(untouched, list(patched.values()), field.merge_key, order)
+
+
+def _in_order(untouched: list[Any], patched: list[Any], merge_key: str, order: list[Any]) -> list[Any]:
+    """Both merged as the original does it: what is new comes before what it cannot be compared with."""
+    result: list[Any] = []
+    while untouched and patched:
+        left, right = untouched[0].get(merge_key), patched[0].get(merge_key)
+        first = right in order and order.index(left) < order.index(right)
+        result.append((untouched if first else patched).pop(0))
+    return [*result, *untouched, *patched]
 
 
 def _identity(item: Any, field: Field, name: str) -> Any:

@@ -24,6 +24,7 @@ __all__ = [
     "forbidden",
     "invalid",
     "method_not_allowed",
+    "must_be_specified",
     "not_found",
     "parse_path",
     "status_of",
@@ -183,9 +184,10 @@ def already_exists(target: Target) -> Refusal:
     return Refusal(409, "AlreadyExists", message, _details(target))
 
 
-def conflict(target: Target, sentence: str) -> Refusal:
-    message = f'Operation cannot be fulfilled on {target.resource.qualified} "{target.name}": {sentence}'
-    return Refusal(409, "Conflict", message, _details(target))
+def conflict(target: Target, sentence: str, *, kind: str = "") -> Refusal:
+    """409; ``kind`` is what the original calls the object where it does not say its resource."""
+    message = f'Operation cannot be fulfilled on {kind or target.resource.qualified} "{target.name}": {sentence}'
+    return Refusal(409, "Conflict", message, {**_details(target), **({"kind": kind} if kind else {})})
 
 
 def forbidden(target: Target, sentence: str) -> Refusal:
@@ -199,6 +201,15 @@ def invalid(target: Target, field: str, sentence: str, reason: str = "FieldValue
     causes = [{"reason": reason, "message": sentence, "field": field}]
     details = {**_details(target), "kind": target.resource.kind, "causes": causes}
     return Refusal(422, "Invalid", f'{kind} "{target.name}" is invalid: {field}: {sentence}', details)
+
+
+def must_be_specified(target: Target) -> Refusal:
+    """422 for a PUT without a resourceVersion; comes from the storage, which knows resources and no kinds."""
+    field, sentence = "metadata.resourceVersion", "Invalid value: 0: must be specified for an update"
+    details = _details(target, causes=[{"reason": "FieldValueInvalid", "message": sentence, "field": field}])
+    return Refusal(
+        422, "Invalid", f'{target.resource.qualified} "{target.name}" is invalid: {field}: {sentence}', details
+    )
 
 
 def bad_request(message: str) -> Refusal:

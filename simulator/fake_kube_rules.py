@@ -314,7 +314,8 @@ def _check_ips(target: Target, status: Object) -> None:
                 )
                 raise invalid(target, f"status.{field}[{index}]", sentence) from None
         if len(versions) != len(set(versions)):
-            sentence = "Invalid value: may specify no more than one IP for each IP family"
+            written = ",".join(f'{{"IP":"{item["ip"]}"}}' for item in status[field])
+            sentence = f"Invalid value: [{written}]: may specify no more than one IP for each IP family"
             raise invalid(target, f"status.{field}", sentence)
     hosts = status.get("hostIPs", [])
     if hosts and hosts[0]["ip"] != status.get("hostIP", ""):

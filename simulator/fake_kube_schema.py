@@ -338,7 +338,8 @@ def _written(moment: datetime, precision: str) -> str | None:
 
 def _moment(value: Any, path: str, shape: re.Pattern[str], layout: str) -> datetime:
     text = _string(value, path)
-    failure = DecodeError(f'parsing time "{text}" as "{layout}": cannot parse "{text}" as "{layout}"')
+    rest, wanted = _unparsed(text, layout)
+    failure = DecodeError(f'parsing time "{text}" as "{layout}": cannot parse "{rest}" as "{wanted}"')
     if shape.fullmatch(text) is None:
         raise failure
     # Nine digits of a second are legal, and more than Python's microseconds hold.
@@ -347,6 +348,15 @@ def _moment(value: Any, path: str, shape: re.Pattern[str], layout: str) -> datet
         return datetime.fromisoformat(trimmed).astimezone(UTC)
     except (ValueError, OverflowError):
         raise failure from None
+
+
+def _unparsed(text: str, layout: str) -> tuple[str, str]:
+    """Where Go gives up: the rest of the text, and the part of the layout it wanted there."""
+    upto = re.match(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d", text)
+    if upto is None or ".000000" not in layout:
+        return text, layout
+    rest = text[upto.end() :]
+    return (rest[7:], "Z07:00") if re.match(r"\.\d{6}", rest) else (rest, ".000000")
 
 
 def _any(value: Any, path: str) -> Any:

@@ -36,6 +36,7 @@ from simulator.fake_kube_resources import (
     expired,
     forbidden,
     invalid,
+    must_be_specified,
     not_found,
 )
 from simulator.fake_kube_schema import DecodeError, decode
@@ -248,7 +249,7 @@ class Store:
         # "0" used to mean "unset" in a PUT, and newer servers refuse it; nobody should send it, so it is refused here.
         version = _metadata_of(body).get("resourceVersion", "")
         if version == "0" or (not version and not target.resource.unconditional_update):
-            raise invalid(target, "metadata.resourceVersion", "Invalid value: 0: must be specified for an update")
+            raise must_be_specified(target)
         return self._write(target, old, self._decoded(target, body, options), options)
 
     def patch(self, target: Target, patch: Any, kind: PatchKind, options: WriteOptions = PLAIN) -> Object:
@@ -269,6 +270,9 @@ class Store:
         except Refusal as error:
             # What does not decode after patching is blamed on the patch.
             raise invalid(target, "patch", f"Invalid value: {error.message}") from None
+        # In a patch the UID is no precondition of its own: it is a field that must not change.
+        if (uid := new["metadata"].get("uid", old["metadata"]["uid"])) != old["metadata"]["uid"]:
+            raise invalid(target, "metadata.uid", f'Invalid value: "{uid}": field is immutable')
         return self._write(target, old, new, options)
 
     def delete(self, target: Target, options: DeleteOptions = GRACEFUL) -> Object:
@@ -280,12 +284,14 @@ class Store:
                 target,
                 f"the UID in the precondition ({options.uid}) does not match the UID in record ({metadata['uid']})."
                 " The object might have been deleted and then recreated",
+                kind=target.resource.kind,
             )
         if options.resource_version and options.resource_version != metadata["resourceVersion"]:
             raise conflict(
                 target,
                 f"the ResourceVersion in the precondition ({options.resource_version}) does not match the"
                 f" ResourceVersion in record ({metadata['resourceVersion']}). The object might have been modified",
+                kind=target.resource.kind,
             )
         grace = self._grace(target, old, options.grace_seconds)
         if grace is None:
@@ -293,15 +299,22 @@ class Store:
         new = {**old, "metadata": self._deleting(metadata, grace)}
         if target.resource.plural == "namespaces":
             new["status"] = {**old["status"], "phase": "Terminating"}
-        return self._commit(target, old, new, WriteOptions(dry_run=options.dry_run))
+        how = WriteOptions(dry_run=options.dry_run)
+        if target.resource.plural == "pods" and _is_removable(new):
+            # What can go gracefully is marked first, also when it goes at once, and watches see both.
+            old = new = self._commit(target, old, new, how, marked_only=True)
+        return self._commit(target, old, new, how)
 
     def bind(self, target: Target, node: str) -> None:
         """The scheduler's write: a pod gets its node, once."""
         old = self.get(target)
         if old["metadata"].get("deletionTimestamp"):
-            raise conflict(target, f"pod {target.name} is being deleted, cannot be assigned to a host")
+            raise conflict(
+                target, f"pod {target.name} is being deleted, cannot be assigned to a host", kind="pods/binding"
+            )
         if old["spec"].get("nodeName"):
-            raise conflict(target, f'pod {target.name} is already assigned to node "{old["spec"]["nodeName"]}"')
+            sentence = f'pod {target.name} is already assigned to node "{old["spec"]["nodeName"]}"'
+            raise conflict(target, sentence, kind="pods/binding")
         condition = {"type": "PodScheduled", "status": "True", "lastProbeTime": None}
         condition["lastTransitionTime"] = self._timestamp()
         conditions = [item for item in old["status"].get("conditions", []) if item["type"] != "PodScheduled"]
@@ -407,9 +420,14 @@ class Store:
             new["generation"] = metadata["generation"] + 1
         return new
 
-    def _commit(self, target: Target, old: Object | None, new: Object, options: WriteOptions) -> Object:
-        """Store, remove or do nothing, whichever ``new`` asks for; the only place where a revision is taken."""
-        removed = _is_removable(new)
+    def _commit(
+        self, target: Target, old: Object | None, new: Object, options: WriteOptions, *, marked_only: bool = False
+    ) -> Object:
+        """Store, remove or do nothing, whichever ``new`` asks for; the only place where a revision is taken.
+
+        ``marked_only`` stores what is about to be removed.
+        """
+        removed = _is_removable(new) and not marked_only
         if not removed and new == old:
             return new
         if options.dry_run:

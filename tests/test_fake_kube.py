@@ -195,13 +195,13 @@ def test_a_put_creates_a_lease_but_no_pod(kube):
     assert refused(kube.replace, WEB, pod())[0] == 404
 
 
-def test_the_uid_in_a_patch_is_a_precondition(kube):
+def test_the_uid_in_a_patch_must_not_differ(kube):
     uid = kube.create(PODS, bound())["metadata"]["uid"]
     kube.patch(f"{WEB}/status", {"metadata": {"uid": uid}, "status": {"phase": "Running"}}, kind="strategic")
     body = {"metadata": {"uid": "somebody-else"}, "status": {"phase": "Failed"}}
     status, reason, message = refused(kube.patch, f"{WEB}/status", body, kind="strategic")
-    assert (status, reason) == (409, "Conflict")
-    assert f"UID in precondition: somebody-else, UID in object meta: {uid}" in message
+    assert (status, reason) == (422, "Invalid")
+    assert 'metadata.uid: Invalid value: "somebody-else": field is immutable' in message
     assert kube.get(WEB)["status"]["phase"] == "Running"
 
 
@@ -315,7 +315,7 @@ def test_foreign_conditions_survive_a_strategic_patch_and_not_a_merge_patch(kube
     gate, ready = {"type": "example.com/gate", "status": "True"}, {"type": "Ready", "status": "True"}
     kube.patch(f"{WEB}/status", {"status": {"conditions": [gate]}}, kind="strategic")
     after = kube.patch(f"{WEB}/status", {"status": {"conditions": [ready]}}, kind="strategic")
-    assert [item["type"] for item in after["status"]["conditions"]] == ["example.com/gate", "Ready"]
+    assert [item["type"] for item in after["status"]["conditions"]] == ["Ready", "example.com/gate"]
     after = kube.patch(f"{WEB}/status", {"status": {"conditions": [ready]}}, kind="merge")
     assert [item["type"] for item in after["status"]["conditions"]] == ["Ready"]
 

@@ -294,10 +294,12 @@ def test_pods_of_a_node_that_is_gone_are_failed_and_removed(kube, clock, bound, 
     assert exists(kube, WEB)
     clock.run(51)
     assert not exists(kube, WEB)
-    added, modified, deleted = (event for event in seen if event["type"] != "BOOKMARK")
-    assert (added["type"], modified["type"], deleted["type"]) == ("ADDED", "MODIFIED", "DELETED")
+    added, modified, marked, deleted = (event for event in seen if event["type"] != "BOOKMARK")
+    types = [event["type"] for event in (added, modified, marked, deleted)]
+    assert types == ["ADDED", "MODIFIED", "MODIFIED", "DELETED"]
     failed = modified["object"]
-    assert (failed["status"]["phase"], failed["status"]["conditions"][-1]["reason"]) == ("Failed", "DeletionByPodGC")
+    (disruption,) = (item for item in failed["status"]["conditions"] if item["type"] == "DisruptionTarget")
+    assert (failed["status"]["phase"], disruption["reason"]) == ("Failed", "DeletionByPodGC")
 
 
 def test_an_owner_of_a_kind_not_served_here_is_alive(kube, clock, controllers):

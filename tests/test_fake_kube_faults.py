@@ -233,7 +233,7 @@ def test_the_administrator_is_beyond_all_faults(clock, kube, web):
     kube.cut_watches()
     kube.admin.delete(WEB, grace_seconds=0)
     clock.run(10)
-    assert [event["type"] for event in seen] == ["ADDED", "DELETED", "BOOKMARK"]
+    assert [event["type"] for event in seen] == ["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 
 def test_changes_and_refusals_are_recorded(clock):
@@ -245,6 +245,7 @@ def test_changes_and_refusals_are_recorded(clock):
     outcome(kube.get, WEB)
     assert told == [
         ("kube", "added", "pods/default/web-0", {"resourceVersion": "5", "uid": uid}),
-        ("kube", "deleted", "pods/default/web-0", {"resourceVersion": "6", "uid": uid}),
+        ("kube", "modified", "pods/default/web-0", {"resourceVersion": "6", "uid": uid}),
+        ("kube", "deleted", "pods/default/web-0", {"resourceVersion": "7", "uid": uid}),
         ("kube", "refused", f"GET {WEB}", {"status": 404, "reason": "NotFound"}),
     ]

@@ -28,12 +28,12 @@ def status(**fields):
         ("Node", ("status", "addresses"), "type"),
     ],
 )
-def test_lists_with_a_merge_key_merge(kind, path, key):
+def test_lists_with_a_merge_key_merge_and_what_is_new_comes_first(kind, path, key):
     section, name = path
     current = {section: {name: [{key: "a", "x": 1}, {key: "b", "x": 2}]}}
     patch = {section: {name: [{key: "c", "x": 3}, {key: "a", "x": 4}]}}
     merged = strategic_merge(kind, current, patch)[section][name]
-    assert merged == [{key: "a", "x": 4}, {key: "b", "x": 2}, {key: "c", "x": 3}]
+    assert merged == [{key: "c", "x": 3}, {key: "a", "x": 4}, {key: "b", "x": 2}]
 
 
 def test_lists_within_list_items_merge_too():
@@ -43,7 +43,7 @@ def test_lists_within_list_items_merge_too():
     current = container(env=[{"name": "A", "value": "1"}], ports=[{"containerPort": 22, "name": "ssh"}])
     patch = container(env=[{"name": "B", "value": "2"}], ports=[{"containerPort": 22, "protocol": "TCP"}])
     (merged,) = strategic_merge("Pod", current, patch)["spec"]["containers"]
-    assert merged["env"] == [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]
+    assert merged["env"] == [{"name": "B", "value": "2"}, {"name": "A", "value": "1"}]
     assert merged["ports"] == [{"containerPort": 22, "name": "ssh", "protocol": "TCP"}]
 
 
@@ -103,7 +103,7 @@ def test_a_replace_directive_alone_empties_the_list():
 def test_a_delete_directive_removes_one_item():
     current = status(conditions=[{"type": "A"}, {"type": "B"}])
     merged = strategic_merge("Pod", current, status(conditions=[{"type": "A", "$patch": "delete"}, {"type": "C"}]))
-    assert merged == status(conditions=[{"type": "B"}, {"type": "C"}])
+    assert merged == status(conditions=[{"type": "C"}, {"type": "B"}])
 
 
 def test_directives_on_objects():
@@ -123,7 +123,16 @@ def test_retain_keys_drops_the_others():
 def test_the_order_of_elements_is_not_stored():
     patch = status(**{"$setElementOrder/conditions": [{"type": "B"}, {"type": "A"}], "conditions": [{"type": "B"}]})
     merged = strategic_merge("Pod", status(conditions=[{"type": "A"}]), patch)
-    assert merged == status(conditions=[{"type": "A"}, {"type": "B"}])
+    assert merged == status(conditions=[{"type": "B"}, {"type": "A"}])
+
+
+def test_items_that_share_a_merge_key_survive_a_patch_of_others():
+    current = {
+        "status": {"addresses": [{"type": "InternalIP", "address": "a"}, {"type": "InternalIP", "address": "b"}]}
+    }
+    patch = {"status": {"addresses": [{"type": "Hostname", "address": "n1"}]}}
+    merged = strategic_merge("Node", current, patch)["status"]["addresses"]
+    assert [item["address"] for item in merged] == ["n1", "a", "b"]
 
 
 def test_an_item_without_its_merge_key_is_refused():

@@ -83,7 +83,7 @@ def test_with_a_version_only_what_came_after_it_comes_in_order(clock, kube):
     kube.patch(f"{PODS}/a", {"metadata": {"labels": {"x": "y"}}}, kind="merge")
     kube.delete(f"{PODS}/b", grace_seconds=0)
     reader = Reader(clock, kube, resource_version=version)
-    assert reader.events == [("ADDED", "b"), ("MODIFIED", "a"), ("DELETED", "b")]
+    assert reader.events == [("ADDED", "b"), ("MODIFIED", "a"), ("MODIFIED", "b"), ("DELETED", "b")]
 
 
 def test_a_change_is_seen_at_the_instant_it_is_made(clock, kube):
@@ -126,7 +126,7 @@ def test_graceful_deletion_is_a_modification_first(clock, kube):
     kube.delete(WEB)
     kube.delete(WEB, grace_seconds=0)
     clock.run(0)
-    assert reader.events == [("MODIFIED", "web-0"), ("DELETED", "web-0")]
+    assert reader.events == [("MODIFIED", "web-0"), ("MODIFIED", "web-0"), ("DELETED", "web-0")]
 
 
 def test_a_binding_is_an_addition_for_the_watcher_of_the_node(clock, kube):

@@ -358,7 +358,7 @@ def test_a_watch_brings_what_happens_and_ends_when_the_server_ends_it(api, kube)
     stream = api.watch("/api/v1/pods", resource_version=version, field_selector="spec.nodeName=n1", timeout=1.0)
     kube.admin.create(PODS, pod())
     kube.admin.delete(path_of(), grace_seconds=0)
-    assert [event["type"] for event in stream] == ["ADDED", "DELETED", "BOOKMARK"]
+    assert [event["type"] for event in stream] == ["ADDED", "MODIFIED", "DELETED", "BOOKMARK"]
 
 
 @pytest.mark.parametrize("how", ["event", "http"])

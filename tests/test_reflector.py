@@ -130,6 +130,7 @@ def test_what_is_there_is_listed_and_what_happens_is_watched(kube, clock, diary,
         (0.0, "changed", "a"),
         (0.0, "listed"),
         (5.0, "changed", "b"),
+        (6.0, "changed", "a"),  # marked as deleted, then gone
         (6.0, "gone", "a"),
     ]
 

@@ -1,0 +1,15 @@
+"""What was recorded of a real API server, compared with the servers at hand: where they differ, the fake is wrong."""
+
+import os
+
+import pytest
+
+from tests.e2e import programs, traces
+
+
+@pytest.mark.parametrize("name", traces.TRACES)
+def test_the_server_does_what_was_recorded(plane, namespace, name):
+    played = traces.play(name, plane.admin, namespace)
+    if os.environ.get("E2E_RECORD") and plane.name == "real":
+        traces.record(name, programs.version(), played)
+    assert played == traces.recorded(name)["steps"]
