@@ -191,6 +191,12 @@ for _command in (command for commands in INSPECTIONS.values() for command in com
 @click.option("--until", type=DURATION, metavar="TIME", help="Stop at this instant of virtual time, such as 6m20s.")
 @click.option("--events", metavar="FILE", help="Write the event log there, one JSON object a line; - is stdout.")
 @click.option("--check", is_flag=True, help="Run it twice and fail where the two runs differ.")
+@click.option("--runs", type=click.IntRange(min=1), metavar="N", help="Run it with N seeds; stop at the first failure.")
+@click.option(
+    "--jobs", type=click.IntRange(min=1), metavar="J", help="In so many processes; one per core if not given."
+)
+@click.option("--smallest", metavar="FILE", help="Where to write the smallest scenario that fails.")
+@click.option("--prepare", metavar="MODULE:FUNCTION", default="", help="Call this first, to put a bug back.")
 def simulate(scenario: str, **options: Any) -> None:
     """Run a scenario on simulated VMs in virtual time.
 
@@ -201,6 +207,7 @@ def simulate(scenario: str, **options: Any) -> None:
     Examples:
       vk-cocoon simulate three-guests
       vk-cocoon simulate my-race.yaml --seed 7 --check
+      vk-cocoon simulate my-race.yaml --runs 2000
       vk-cocoon simulate three-guests --events - | jq .
     """
     path = _scenario_file(scenario)

@@ -6,11 +6,14 @@ everything held, 1 something did not, 2 the file is wrong.
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import click
 
+from simulator import explore
 from simulator.scenario import Scenario, ScenarioError, load
 from simulator.timeline import Timeline
 
@@ -22,45 +25,113 @@ TOLD = {("daemon", kind) for kind in ("start", "stop", "kill")} | {
 }
 
 
-def main(
-    scenario: str,
-    *,
-    seed: int | None = None,
-    until: float | None = None,
-    events: str | None = None,
-    check: bool = False,
-) -> int:
-    """Run a scenario file and return the exit code. ``events``: where to write the event log, - is stdout."""
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the command line asks for besides the scenario.
+
+    ``events``: where to write the event log, - is stdout. ``runs`` and ``jobs``: explore that many seeds in so many
+    processes. ``smallest``: where to write the smallest scenario that fails. ``prepare``: ``module:function`` to be
+    called first, in every process.
+    """
+
+    seed: int | None = None
+    until: float | None = None
+    events: str | None = None
+    check: bool = False
+    runs: int | None = None
+    jobs: int | None = None
+    smallest: str | None = None
+    prepare: str = ""
+
+
+def main(scenario: str, **given: Any) -> int:
+    """Run a scenario file, or many seeds of it, and return the exit code; the keywords are those of `Options`."""
+    options = Options(**given)
     try:
         plan = load(scenario)
     except ScenarioError as error:
         click.echo(f"vk-cocoon: {error}", err=True)
         return 2
-    if until is not None:
-        plan = replace(plan, until=until)
-    seed = plan.seed if seed is None else seed
+    if options.until is not None:
+        plan = replace(plan, until=options.until)
+    if options.runs is not None:
+        return _explore(scenario, plan, options)
+    if options.prepare:
+        explore.prepare(options.prepare)
+    return _run(scenario, plan, options)
+
+
+def _run(scenario: str, plan: Scenario, options: Options) -> int:
+    seed = plan.seed if options.seed is None else options.seed
     timeline = plan.run(seed)
-    aside = events == "-"
+    aside = options.events == "-"
     if aside:
         click.echo("\n".join(entry.line() for entry in timeline))
-    elif events:
-        Path(events).write_text("".join(entry.line() + "\n" for entry in timeline))
+    elif options.events:
+        Path(options.events).write_text("".join(entry.line() + "\n" for entry in timeline))
     _show(plan, seed, timeline, err=aside)
-    if check:
+    if options.check:
         difference = timeline.first_difference(plan.run(seed))
         click.echo(f"second run: {'the same' if not difference else 'differs:'}", err=aside)
         if difference:
             click.echo(difference, err=True)
             return 1
     if timeline.of(actor="expect", kind="broken"):
-        click.echo(f"reproduce:  {again(scenario, seed)}", err=aside)
+        click.echo(f"reproduce:  {again(scenario, seed, options)}", err=aside)
         return 1
     return 0
 
 
-def again(scenario: str, seed: int | None) -> str:
+def _explore(scenario: str, plan: Scenario, options: Options) -> int:
+    """Many seeds; the first failure is made smaller, written down, and told how to be seen again."""
+    assert options.runs is not None
+    first = plan.seed if options.seed is None else options.seed
+    seeds = range(first or 0, (first or 0) + options.runs)
+    jobs = options.jobs or explore.default_jobs()
+    with _Progress(f"{plan.name}: run", len(seeds)) as progress:
+        failure = explore.explore(plan, seeds, jobs=jobs, told=progress.told, prepared=options.prepare)
+    if failure is None:
+        click.echo(f"{plan.name}: {len(seeds)} runs held, seeds {seeds[0]} to {seeds[-1]}")
+        return 0
+    click.echo(f"{plan.name}: seed {failure.seed} fails, after {failure.seed - seeds[0]} that held")
+    click.echo(f"{click.style('BROKEN', fg='red')} {failure.what}: {failure.why}")
+    click.echo(f"reproduce:  {again(scenario, failure.seed, options)}")
+    with _Progress("making it smaller: run", None) as progress:
+        if options.prepare:
+            explore.prepare(options.prepare)
+        shrunk = explore.shrink(plan, failure, first=seeds[0], told=progress.told)
+    path = options.smallest or f"{Path(scenario).stem}.seed-{failure.seed}.yaml"
+    story = f"The smallest found of {Path(scenario).name} that fails as it does with seed {failure.seed}:"
+    Path(path).write_text(explore.written(shrunk.document, f"{story}\n{failure.what}"))
+    click.echo(f"smallest:   {again(path, None, options)}")
+    return 1
+
+
+class _Progress:
+    """One line that says how far it is, on a terminal only; gone when it is over."""
+
+    def __init__(self, what: str, of: int | None) -> None:
+        self._what, self._of = what, "" if of is None else f" of {of}"
+        self._shown = sys.stderr.isatty()
+
+    def __enter__(self) -> _Progress:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._shown:
+            click.echo("\r\x1b[K", err=True, nl=False)
+
+    def told(self, number: int) -> None:
+        if self._shown:
+            click.echo(f"\r\x1b[K{self._what} {number}{self._of}", err=True, nl=False)
+
+
+def again(scenario: str, seed: int | None, options: Options) -> str:
     """The command line that shows the same once more."""
-    return f"vk-cocoon simulate {scenario}" + (f" --seed {seed}" if seed is not None else "")
+    words = ["vk-cocoon simulate", scenario]
+    words += [f"--seed {seed}"] if seed is not None else []
+    words += [f"--prepare {options.prepare}"] if options.prepare else []
+    return " ".join(words)
 
 
 def _show(plan: Scenario, seed: int | None, timeline: Timeline, *, err: bool) -> None:
