@@ -1,0 +1,234 @@
+"""Tries what `make dist` built as somebody would who only has the artefacts: outside the checkout, one after the other.
+
+    python packaging/try_dist.py DIST [SECOND-BUILD]
+
+For the wheel (in a new environment, with the locked dependencies), the single file, and the deb (unpacked): version,
+help, doctor, a scenario; then the daemon of that very artefact runs beside a fake cluster and brings up a pod, is asked
+for its status, and stops; then its own playground runs for some seconds. The single file also refuses another Python
+and a full disk in one line. With a second build, the two must be equal to the byte.
+
+Only the fake cluster and its guests come from the checkout; the daemon's environment does not know where that is.
+"""
+
+from gevent import monkey
+
+monkey.patch_all()
+
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from build_dist import MINOR, artefacts
+
+from simulator import live_world
+from simulator.live_world import NODE_NAME, LiveWorld, Place
+from simulator.world import example_pod
+from vkcocoon_kube import ApiError
+from vkcocoon_probes import SystemClock
+from vkcocoon_status import condition_of
+
+ROOT = Path(__file__).resolve().parent.parent
+CLOCK = SystemClock()
+HELP_S, SINGLE_HELP_S = 0.2, 0.5  # once everything has been read from the disk
+PODS = "/api/v1/namespaces/default/pods"
+
+
+def main(arguments: list[str]) -> None:
+    dist = Path(arguments[0]).resolve()
+    with tempfile.TemporaryDirectory(prefix="vk-cocoon-dist-") as name:
+        work = Path(name)
+        check_sums(dist)
+        if len(arguments) > 1:
+            compare(dist, Path(arguments[1]).resolve())
+        for path in artefacts(dist):
+            program, limit = install(path, work / path.suffix.strip("."))
+            say(f"trying {path.name}")
+            try_commands(program, limit)
+            try_daemon(program, work / f"{path.suffix}-world")
+            try_playground(program)
+            if path.suffix == ".pyz":
+                try_in_the_way(path, work)
+    say("all artefacts work")
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"dist: {text}\n")
+
+
+def check(holds: object, what: str) -> None:
+    if not holds:
+        raise SystemExit(f"dist: FAILED: {what}")
+
+
+class Program:
+    """An installed vk-cocoon: its file, and an environment that knows nothing but it."""
+
+    def __init__(self, path: Path, home: Path) -> None:
+        self.path = path
+        self.environ = {
+            "PATH": os.defpath + ":" + os.environ["PATH"],
+            "HOME": str(home),
+            "SHIV_ROOT": str(home / "unpacked"),
+        }
+
+    def run(self, *words: str, code: int = 0) -> str:
+        ended = subprocess.run(
+            [self.path, *words], env=self.environ, cwd="/", capture_output=True, text=True, check=False, timeout=300
+        )
+        shown = f"{self.path.name} {' '.join(words)}: {ended.returncode}\n{ended.stdout}{ended.stderr}"
+        check(ended.returncode == code, shown)
+        return ended.stdout
+
+
+def install(path: Path, place: Path) -> tuple[Program, float]:
+    """The program of an artefact, and how long its help may take."""
+    place.mkdir()
+    if path.suffix == ".whl":
+        subprocess.run([sys.executable, "-m", "venv", place / "venv"], check=True)
+        pip = [place / "venv/bin/python", "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        lock = ROOT / "packaging" / "runtime.lock"
+        subprocess.run([*pip, "--require-hashes", "--no-deps", "-r", lock], check=True, cwd="/")
+        subprocess.run([*pip, "--no-deps", path], check=True, cwd="/")
+        return Program(place / "venv/bin/vk-cocoon", place), HELP_S
+    if path.suffix == ".deb":
+        subprocess.run(["dpkg-deb", "--extract", path, place], check=True)
+        check_deb(path, place)
+        return Program(place / "usr/bin/vk-cocoon", place), SINGLE_HELP_S
+    return Program(path, place), SINGLE_HELP_S
+
+
+def check_sums(dist: Path) -> None:
+    for line in (dist / "SHA256SUMS").read_text().splitlines():
+        wanted, name = line.split()
+        check(hashlib.sha256((dist / name).read_bytes()).hexdigest() == wanted, f"the sum of {name}")
+
+
+def compare(one: Path, other: Path) -> None:
+    sums = [(folder / "SHA256SUMS").read_text() for folder in (one, other)]
+    check(sums[0] == sums[1], f"two builds differ:\n{sums[0]}{sums[1]}")
+    say("two builds are equal to the byte")
+
+
+def check_deb(path: Path, place: Path) -> None:
+    field = subprocess.run(["dpkg-deb", "--field", path, "Depends"], check=True, capture_output=True, text=True).stdout
+    check(field.startswith(f"python3 (>= {MINOR}), python3 (<< 3."), field)
+    unit = place / "lib/systemd/system/vk-cocoon.service"
+    check("ExecStart=/usr/bin/vk-cocoon run" in unit.read_text(), "the unit starts the packaged program")
+    if shutil.which("systemd-analyze"):
+        text = unit.read_text().replace("/usr/bin/vk-cocoon", str(place / "usr/bin/vk-cocoon"))
+        unit.write_text(text)
+        ended = subprocess.run(["systemd-analyze", "verify", unit], capture_output=True, text=True, check=False)
+        about_us = [line for line in ended.stderr.splitlines() if "vk-cocoon" in line]
+        check(ended.returncode == 0 and not about_us, f"systemd-analyze verify:\n{ended.stderr}")
+
+
+def try_commands(program: Program, limit: float) -> None:
+    check(program.run("--version").startswith("vk-cocoon "), "the version")
+    took = min(_timed(program, "--help") for _ in range(5))
+    check(took < limit, f"help took {took:.2f} s")
+    say(f"    help in {took * 1000:.0f} ms")
+    found = json.loads(program.run("version", "-o", "json"))
+    check(found["python"].startswith(MINOR), f"it runs on {found['python']}")
+    check("met    no invariant is broken" in program.run("simulate", "oracle"), "a scenario")
+    check("complete" in program.run("completion", "bash"), "completion")
+    ended = subprocess.run(
+        [program.path, "doctor", "--pre", "-o", "json"], env=program.environ, cwd="/", capture_output=True, check=False
+    )
+    check(ended.returncode in (0, 1) and json.loads(ended.stdout)["sections"][0]["name"] == "host", "doctor --pre")
+
+
+def _timed(program: Program, *words: str) -> float:
+    began = CLOCK.monotonic()
+    program.run(*words)
+    return CLOCK.monotonic() - began
+
+
+@contextmanager
+def world_of(program: Program, home: Path) -> Iterator[LiveWorld]:
+    """A fake cluster and fake command lines around the daemon of that program."""
+    home.mkdir()
+    world = LiveWorld(Place(home, bridged=False), CLOCK, lambda *_: None)
+    told = {**world.environment(), "SHIV_ROOT": program.environ["SHIV_ROOT"]}
+    del told["PYTHONPATH"]
+    world.daemon._environment = lambda: told
+    (home / "env").write_text("".join(f"{name}={value}\n" for name, value in told.items()))
+    usual, live_world._program = live_world._program, lambda: [str(program.path)]
+    try:
+        world.start(socket.create_server(("127.0.0.1", 0)))
+        yield world
+    finally:
+        world.close()
+        live_world._program = usual
+
+
+def try_daemon(program: Program, home: Path) -> None:
+    began = CLOCK.monotonic()
+    with world_of(program, home) as world:
+        until(lambda: _ready(world, f"/api/v1/nodes/{NODE_NAME}"), world, "the node is Ready")
+        say(f"    node Ready after {CLOCK.monotonic() - began:.1f} s")
+        world.kube.admin.create(PODS, example_pod("web-0", node=NODE_NAME))
+        until(lambda: _ready(world, f"{PODS}/web-0"), world, "a pod is Ready")
+        told = json.loads(program.run("status", "-o", "json", "--env-file", str(home / "env")))
+        check([pod["ready"] for pod in told["pods"]] == [True], f"status says {told['pods']}")
+        world.daemon.stop()
+        check(not world.daemon.failures, f"the daemon did not stop well: {world.daemon.failures}")
+    say("    its daemon brought up a pod and stopped")
+
+
+def _ready(world: LiveWorld, path: str) -> bool:
+    try:
+        found: dict[str, Any] = world.kube.admin.get(path)
+    except ApiError:
+        return False
+    return condition_of(found.get("status") or {}, "Ready").get("status") == "True"
+
+
+def until(holds: Any, world: LiveWorld, what: str) -> None:
+    end = CLOCK.monotonic() + 60
+    while not holds():
+        check(CLOCK.monotonic() < end, f"{what} never came true\n{world.daemon.log_tail()}")
+        CLOCK.sleep(0.05)
+
+
+def try_playground(program: Program) -> None:
+    program.run("playground", "--for", "15s", "--no-table", "--no-tour")
+    say("    its playground ran")
+
+
+def try_in_the_way(path: Path, work: Path) -> None:
+    """Another Python, a full disk, a cache nobody may write: one line each."""
+    for other in ("python3.12", "python3.13", "python3.10"):
+        if other != f"python{MINOR}" and shutil.which(other):
+            ended = subprocess.run([other, path, "--version"], capture_output=True, text=True, check=False, cwd="/")
+            if "not found" not in ended.stderr:  # a shim of a version manager
+                _one_line(ended, f"this file is for Python {MINOR}")
+    # A file as the place for the cache stands for everything that cannot be written.
+    blocked = work / "blocked"
+    blocked.write_text("")
+    environ = {"PATH": os.environ["PATH"], "SHIV_ROOT": str(blocked / "x")}
+    ended = subprocess.run([path, "--version"], env=environ, capture_output=True, text=True, check=False, cwd="/")
+    _one_line(ended, "cannot unpack into")
+    script = f"mount -t tmpfs -o size=4m none {work} && SHIV_ROOT={work}/x exec {path} --version"
+    refused = subprocess.run(["unshare", "--user", "--map-root-user", "--mount", "true"], check=False).returncode
+    if not refused:
+        argv = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
+        _one_line(subprocess.run(argv, capture_output=True, text=True, check=False), "No space left on device")
+    say("    another Python and a full disk are refused in one line")
+
+
+def _one_line(ended: "subprocess.CompletedProcess[str]", words: str) -> None:
+    fine = ended.returncode == 1 and len(ended.stderr.splitlines()) == 1 and words in ended.stderr
+    check(fine, f"{ended.returncode}: {ended.stdout}{ended.stderr}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
