@@ -5,6 +5,7 @@ import re
 
 import pytest
 
+from tests.e2e import programs
 from tests.e2e.api import CLOCK, condition, create_pod, is_gone, is_ready, pod_path, reason, uid_of
 from tests.e2e.control_plane import SILENCE_S, until
 
@@ -271,6 +272,9 @@ def test_kubectl_describe_says_why_a_pod_that_never_was_ready_is_not(host, names
     )
     described = plane.kubectl("--namespace", namespace, "describe", "pod", "silent")
     assert re.search(r"Warning +\w+ .*vk-cocoon +.*waiting for DHCP lease", described)
+    shown = programs.ROOT / "build" / "e2e" / "describe.txt"  # for the README
+    shown.parent.mkdir(parents=True, exist_ok=True)
+    shown.write_text(described)
 
 
 def test_kubectl_wait_ends_with_the_probe(host, namespace, plane):
