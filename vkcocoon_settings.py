@@ -437,7 +437,7 @@ class Settings:
         "VK_TLS_CERT",
         PATH,
         "/etc/cocoon/vk/tls/vk-kubelet.crt",
-        "Certificate of the kubelet API; if neither it nor its key exists there, one is made for the node.",
+        "Certificate of the kubelet API. If it and its key have their defaults and neither exists, one is made.",
         group=KUBELET,
     )
     tls_key: str = _setting(
@@ -552,9 +552,11 @@ def configuration_page() -> str:
         "unset one.",
         "",
         "A value that cannot be right stops the start with exit code 78 and one line that names the setting, the value",
-        "and what is allowed, wherever the value came from. `vk-cocoon run --check-config` tells without starting, and",
-        "shows where each value comes from. A variable that starts with `VK_` and is not listed here is reported once",
-        "at start and otherwise ignored. A secret has no flag, because everybody on a host can read command lines.",
+        "and what is allowed, wherever the value came from. `vk-cocoon config` tells without starting, from the same",
+        "file, and shows where each value comes from; `vk-cocoon run --check-config` does so for its own flags and",
+        "environment and does not look at the file. A variable that starts with `VK_` and is not listed here is",
+        "reported once at start and otherwise ignored. A secret has no flag, because everybody on a host can read",
+        "command lines.",
     ]
     for group, rows in _groups():
         lines += ["", f"## {group}", ""]
@@ -570,7 +572,7 @@ def environment_example() -> str:
     """packaging/vk-cocoon.env.example: every variable, commented out, with its default."""
     lines = [
         "# Settings of vk-cocoon: copy to /etc/cocoon/vk-cocoon.env with mode 0600 and uncomment what differs.",
-        "# Made by `make docs` from the table in vkcocoon_settings.py. Check with: vk-cocoon run --check-config",
+        "# Made by `make docs` from the table in vkcocoon_settings.py. Check with: vk-cocoon config",
     ]
     for group, rows in _groups():
         lines += ["", f"## {group}"]
