@@ -370,7 +370,7 @@ def _env_file(site: Site) -> Iterator[Finding]:
             "env-file",
             FAILED,
             f"{path} is missing: the unit does not start",
-            f"install -m 0600 packaging/vk-cocoon.env.example {path}",
+            f"install -D -m 0600 packaging/vk-cocoon.env.example {path}",
         )
         return
     mode = stat.S_IMODE(os.stat(path).st_mode)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 __all__ = ["INSPECTIONS", "Misconfigured", "OneLine", "config_lines", "strange"]
 
 MISCONFIGURED = 78
+POD = r"([a-z0-9][a-z0-9-]*/)?[a-z0-9][a-z0-9.-]*"
 CLEAR = "\x1b[H\x1b[2J"
 NOT_WELL = 1
 
@@ -346,7 +348,11 @@ def _stages(target: str, port: int | None, ssh_banner: bool, tools: Tools, setti
     from vkcocoon_stages import examine_address, examine_pod
 
     if is_unicast_ipv4(target):
+        if port is not None and ssh_banner:
+            raise click.UsageError("--port and --ssh-banner exclude each other: the banner is awaited at port 22")
         return examine_address(target, tools, port=port, banner=ssh_banner)
+    if not re.fullmatch(POD, target) or re.fullmatch(r"[\d.]+", target):
+        raise click.BadParameter(f"{target!r} is no pod (web-0, or namespace/web-0) and no IPv4 address of a guest")
     if port is not None or ssh_banner:
         raise click.UsageError("a pod says itself how it is probed; --port and --ssh-banner are for an address")
     return examine_pod(_pod(target, settings), tools)
@@ -398,7 +404,7 @@ def _stage_entry(stage: Stage) -> dict[str, object]:
 # doctor -----------------------------------------------------------------------------------------------------------
 
 
-@click.command()
+@click.command(short_help="Check this host and its service, and say how to mend them.")
 @click.option("--pre", is_flag=True, help="Only what a host needs before anything is installed.")
 @click.option("--strict", is_flag=True, help="Count warnings as errors.")
 @env_file_option

@@ -61,6 +61,7 @@ READ_S = 20.0  # longest silence inside one answer
 CALL_S = 30.0  # longest call altogether: name resolution and answers that drip included
 WATCH_READ_S = 100.0  # a little more than the reflector's own patience, which is the one that decides
 POOL_SIZE = 32  # more than all writers at once: a pool that is too small throws connections away
+NO_KUBECONFIG = "no kubeconfig is set, ~/.kube/config is not there, and no service account of a pod can be used"
 BODY_SHOWN = 500  # characters of an answer that is not a Status object, in an error message
 
 PAGE = 500
@@ -362,7 +363,7 @@ class HttpKubeApi:
             else:
                 config.load_incluster_config(client_configuration=settings)
         except Exception as error:  # the loader raises what its parsers and plugins raise
-            raise KubeconfigError(f"{files or 'no kubeconfig, and no service account'}: {error}") from error
+            raise KubeconfigError(f"{files}: {error}" if files else f"{NO_KUBECONFIG} ({error})") from error
         client = ApiClient(settings)
         client.user_agent = self._user_agent
         _use_cooperative_queues(client.rest_client.pool_manager)

@@ -343,6 +343,20 @@ class TestProbeByHand:
         assert list(document) == ["target", "ready", "stages"]
         assert list(document["stages"][0]) == ["stage", "result", "reason", "message", "seconds"]
 
+    @pytest.mark.parametrize(
+        ("arguments", "named"),
+        [
+            (["::1"], "'::1' is no pod"),
+            (["a/b/c"], "'a/b/c' is no pod"),
+            (["224.0.0.1"], "'224.0.0.1' is no pod"),
+            (["127.0.0.1", "--port", "1", "--ssh-banner"], "--port and --ssh-banner exclude each other"),
+        ],
+    )
+    def test_what_cannot_be_asked_is_refused_before_anything_is_looked_for(self, arguments, named):
+        ended = self.run(*arguments)
+        assert (ended.returncode, ended.stdout) == (2, "")
+        assert named in ended.stderr
+
     def test_a_pod_takes_no_port_and_a_cluster_that_is_none_is_told(self):
         assert self.run("web-0", "--port", "22").returncode == 2
         ended = self.run("web-0", "--env-file", "/dev/null")
