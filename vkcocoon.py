@@ -146,6 +146,7 @@ class Provider:
                 self._publication.fail(entry, reason, f"create: {error}")
                 raise
         self._hibernation.apply(entry)
+        self._removal.release_earlier(entry)
         self._publication.publish(entry)
 
     def update_pod(self, pod: Pod) -> None:
@@ -159,6 +160,7 @@ class Provider:
         if entry.vm is None and not entry.hibernated:
             return self.create_pod(pod)
         self._hibernation.apply(entry)
+        self._removal.release_earlier(entry)
         return self._publication.publish(entry)
 
     def delete_pod(self, pod: Pod) -> None:

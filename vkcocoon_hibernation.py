@@ -104,7 +104,7 @@ class Hibernation:
         """The VM is saved and gone."""
         if not self._pods.holds(entry, vm.id):
             return
-        self._removal.release_leases(vm)
+        self._removal.release(entry, vm)
         entry.vm, entry.ip, entry.hibernated = None, "", True
         self._readiness.stop(entry)
         entry.set_intent(IntentState.HIBERNATED)

@@ -163,7 +163,7 @@ class Readiness:
     def _refresh_macos(self, entry: TrackedPod, vm_id: str, record: VM, restarted: bool) -> None:
         if not self._pods.holds(entry, vm_id):
             return
-        entry.vm = record
+        entry.has(record)
         self._vnc.adopt(record.name, record.vnc)
         if restarted:
             entry.restarts += 1

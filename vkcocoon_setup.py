@@ -31,7 +31,8 @@ class GuestSetup:
 
     def bind(self, entry: TrackedPod, vm: VM, verb: str) -> None:
         """The pod has its VM: first probe, address, publication, in this order (clause 2 of the contract)."""
-        entry.vm, entry.lost, entry.hibernated, entry.committed = vm, "", False, True
+        entry.has(vm)
+        entry.lost, entry.hibernated, entry.committed = "", False, True
         entry.ip = vm.static_ip or entry.ip
         if verb != "adopt" or not _failed_for_good(entry.intent):
             entry.set_intent(IntentState.CREATING)

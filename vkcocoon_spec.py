@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any, TypedDict
 
@@ -103,7 +103,7 @@ class PodSpec:
         """The same wishes for the VM that ``former`` named: a VM cannot be renamed, nor become one of another tool."""
         annotations = {key: text for key, text in self.annotations.items() if key not in _IDENTITY}
         annotations |= {key: former.annotations[key] for key in _IDENTITY if key in former.annotations}
-        return PodSpec(former.vm_name, annotations, self.resources)
+        return replace(self, vm_name=former.vm_name, annotations=annotations)
 
     def flag(self, key: str) -> bool:
         """Booleans of the contract: exactly ``true`` is true, everything else is false."""

@@ -22,7 +22,7 @@ from vkcocoon_setup import GuestSetup
 from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, Intent, IntentState
-from vkcocoon_tracking import Pod, TrackedPod
+from vkcocoon_tracking import Pod, TrackedPod, dhcp_macs
 from vkcocoon_vms import VM, CommandError, VMNotFound
 
 __all__ = ["Startup"]
@@ -97,7 +97,7 @@ class Startup:
         if holder is not None:
             log.warning("VM is another pod's", pod=entry.key, holder=holder.key)
         elif vm is not None and entry.terminating:
-            entry.vm = vm  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
+            entry.has(vm)  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
         elif vm is not None:
             self._setup.bind(entry, vm, "adopt")
         elif any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
@@ -169,7 +169,7 @@ class Startup:
             return
         try:
             self._removal.destroy(record.id)
-            self._removal.release_leases(record)
+            self._removal.give_back(dhcp_macs(record), record.name)
         except CommandError as error:
             log.warning("orphan VM could not be removed", vm=record.name, error=str(error))
 

@@ -24,6 +24,7 @@ __all__ = [
     "ANNOTATION_LIFECYCLE_GENERATION",
     "ANNOTATION_LIFECYCLE_MESSAGE",
     "ANNOTATION_LIFECYCLE_STATE",
+    "ANNOTATION_MAC",
     "ANNOTATION_PROBE_PORT",
     "ANNOTATION_VM_NAME",
     "ANNOTATION_VNC_PORT",
@@ -57,6 +58,7 @@ ANNOTATION_GENERATION = "cocoonset.cocoonstack.io/generation"
 ANNOTATION_ID = "vm.cocoonstack.io/id"
 ANNOTATION_IP = "vm.cocoonstack.io/ip"
 ANNOTATION_VNC_PORT = "vm.cocoonstack.io/vnc-port"
+ANNOTATION_MAC = "vm.cocoonstack.io/mac"  # whose DHCP leases are ours to give back, with commas between them
 ANNOTATION_LIFECYCLE_STATE = "vm.cocoonstack.io/lifecycle-state"
 ANNOTATION_LIFECYCLE_GENERATION = "vm.cocoonstack.io/lifecycle-observed-generation"
 ANNOTATION_LIFECYCLE_MESSAGE = "vm.cocoonstack.io/lifecycle-state-message"
@@ -66,6 +68,7 @@ OWNED_ANNOTATIONS = (
     ANNOTATION_ID,
     ANNOTATION_IP,
     ANNOTATION_VNC_PORT,
+    ANNOTATION_MAC,
     ANNOTATION_LIFECYCLE_STATE,
     ANNOTATION_LIFECYCLE_GENERATION,
     ANNOTATION_LIFECYCLE_MESSAGE,

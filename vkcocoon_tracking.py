@@ -25,6 +25,7 @@ from gevent.lock import BoundedSemaphore
 from vkcocoon_guests import ReadyAddresses
 from vkcocoon_http import Metrics
 from vkcocoon_macos import VNC_BASE
+from vkcocoon_net import normalize_mac
 from vkcocoon_probes import Clock, ProbeAgent, ProbeResult
 from vkcocoon_spec import PodSpec
 from vkcocoon_status import (
@@ -33,6 +34,7 @@ from vkcocoon_status import (
     ANNOTATION_LIFECYCLE_GENERATION,
     ANNOTATION_LIFECYCLE_MESSAGE,
     ANNOTATION_LIFECYCLE_STATE,
+    ANNOTATION_MAC,
     ANNOTATION_VNC_PORT,
     PROBE_READY,
     Intent,
@@ -49,7 +51,7 @@ from vkcocoon_status import (
 )
 from vkcocoon_vms import VM
 
-__all__ = ["Eviction", "Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod", "VMLocks"]
+__all__ = ["Eviction", "Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod", "VMLocks", "dhcp_macs"]
 
 Pod = dict[str, Any]
 Notify = Callable[[Pod], None]
@@ -91,7 +93,9 @@ class TrackedPod:
     annotations: Mapping[str, str | None] | None = None
     conflicted: bool = False  # withheld from Ready because another pod is published Ready on its address
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
+    leases: frozenset[str] = frozenset()  # MACs that may hold a DHCP lease of ours: of the VM, and of those before it
     saved: str = ""  # the id of the VM that was last saved whole
+    kept: str = ""  # the id of the VM whose last state was saved for the time after its pod
     left_over: bool = False  # at start there was a VM of its name that did not run
     committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False
@@ -107,7 +111,9 @@ class TrackedPod:
         annotations = pod["metadata"].get("annotations") or {}
         restarts = restart_count(pod.get("status") or {})
         fresh = ANNOTATION_ID not in annotations
-        return cls(pod, PodSpec.of(pod), _seeded_intent(annotations), restarts=restarts, fresh=fresh)
+        spec = PodSpec.of(pod)
+        leases = _seeded_leases(annotations) if spec.managed else frozenset()
+        return cls(pod, spec, _seeded_intent(annotations), restarts=restarts, fresh=fresh, leases=leases)
 
     @property
     def key(self) -> str:
@@ -144,6 +150,10 @@ class TrackedPod:
     def message(self) -> str:
         """The same in a sentence."""
         return _explanation(self.status or {})[2]
+
+    def has(self, vm: VM) -> None:
+        """Its VM as it is now; the leases of its network cards are ours from here on."""
+        self.vm, self.leases = vm, self.leases | dhcp_macs(vm)
 
     def update(self, pod: Pod) -> None:
         """The newest pod of this incarnation; a newer generation is observed by whatever intent there is."""
@@ -394,6 +404,7 @@ class Publication:
         if entry.spec.managed:  # on an unmanaged pod id, ip and vnc-port are the operator's
             annotations[ANNOTATION_ID] = entry.vm.id if entry.vm is not None else None
             annotations[ANNOTATION_IP] = entry.published_ip or None
+            annotations[ANNOTATION_MAC] = ",".join(sorted(entry.leases)) or None
         if entry.spec.macos:
             display = entry.vm.vnc if entry.vm is not None else -1
             annotations[ANNOTATION_VNC_PORT] = str(VNC_BASE + display) if display >= 0 else None
@@ -435,6 +446,15 @@ def _seeded_intent(annotations: Mapping[str, str]) -> Intent:
         return Intent()
     number = int(generation) if generation.isascii() and generation.isdigit() else 0
     return Intent(IntentState(state), number, annotations.get(ANNOTATION_LIFECYCLE_MESSAGE, ""))
+
+
+def dhcp_macs(vm: VM) -> frozenset[str]:
+    """The MACs under which a VM may hold DHCP leases, in one spelling."""
+    return frozenset(mac for nic in vm.nics if not nic.ip and (mac := normalize_mac(nic.mac)))
+
+
+def _seeded_leases(annotations: Mapping[str, str]) -> frozenset[str]:
+    return frozenset(mac for text in annotations.get(ANNOTATION_MAC, "").split(",") if (mac := normalize_mac(text)))
 
 
 def _explanation(status: Mapping[str, Any]) -> tuple[bool, str, str]:

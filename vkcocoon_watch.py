@@ -157,7 +157,7 @@ class VMWatch:
             if not self._concerns(entry, vm_id):
                 return True
             if record.running:
-                entry.vm = record  # a new process, a new network card
+                entry.has(record)  # perhaps a new process, or a new network card
                 return True
             return record.state != "creating" and self._restarted(entry, record)
 
@@ -214,7 +214,7 @@ class VMWatch:
         if not record.running:
             return False
         if self._concerns(entry, vm_id):
-            entry.vm = record
+            entry.has(record)
             self._publication.publish(entry)
         return True
 
@@ -233,7 +233,7 @@ class VMWatch:
     def _lost(self, entry: TrackedPod, reason: str = "VMGone", sentence: str = "") -> bool:
         """The VM is certainly no more: its leases go back, and the pod goes."""
         assert entry.vm is not None
-        self._removal.release_leases(entry.vm)
+        self._removal.release(entry, entry.vm)
         entry.lost, entry.ip = sentence or f"VM {entry.spec.vm_name} no longer exists", ""
         log.warning("VM is gone", pod=entry.key, vm=entry.vm.id, reason=reason, why=entry.lost)
         self._readiness.stop(entry)
