@@ -57,10 +57,12 @@ class _Lines(yaml.SafeLoader):
         self.line_of: dict[int, int] = {}
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for key in keys:
-            if keys.count(key) > 1:
-                raise yaml.MarkedYAMLError(problem=f"{key!r} stands twice", problem_mark=node.start_mark)
+        keys: list[Any] = []
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if key in keys:
+                raise yaml.MarkedYAMLError(problem=f"{key!r} stands twice", problem_mark=key_node.start_mark)
+            keys.append(key)
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
         self.line_of[id(mapping)] = node.start_mark.line + 1
         return mapping
@@ -103,7 +105,7 @@ class Document:
 
     def mapping(self, value: Any, what: str, at: Any = None) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
-            raise self.wrong(at, f"{what} must be a mapping, not {value!r}")
+            raise self.wrong(at, f"{what} must be a mapping, not {'empty' if value is None else repr(value)}")
         return value
 
     def rows(self, root: Mapping[str, Any], key: str) -> Iterable[Any]:

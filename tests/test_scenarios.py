@@ -184,7 +184,7 @@ def test_what_is_not_known_is_refused_with_a_way_out(change, says):
     ("text", "line", "says"),
     [
         ("pods:\n  - {name: web-0}\nevents:\n  - {at: 1s, sielnt: web-0}\n", 4, "did you mean 'silent'?"),
-        ("pods:\n  - name: web-0\n    name: web-1\n", 2, "'name' stands twice"),
+        ("pods:\n  - name: web-0\n    name: web-1\n", 3, "'name' stands twice"),
         ("pods: [\n", 2, "expected"),
     ],
 )
@@ -195,6 +195,13 @@ def test_a_refusal_names_file_and_line(tmp_path, text, line, says):
         load(path)
     assert str(refused.value).startswith(f"{path}:{line}: ")
     assert says in str(refused.value)
+
+
+def test_an_empty_file_is_said_to_be_empty(tmp_path):
+    path = tmp_path / "empty.yaml"
+    path.write_text("# nothing yet\n")
+    with pytest.raises(ScenarioError, match="a scenario must be a mapping, not empty"):
+        load(path)
 
 
 def test_the_command_tells_met_from_broken_from_wrong_by_its_exit_code(tmp_path, capsys):
