@@ -59,6 +59,10 @@ def pytest_collection_modifyitems(config, items):
     for item in items:
         if HERE in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(SCENARIO_LIMIT_S))
+    if asked_for(config) and config.getoption("--control-plane") == "fake":
+        left_out = [item for item in items if item.get_closest_marker("real")]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
 
 
 def pytest_generate_tests(metafunc):
@@ -66,7 +70,7 @@ def pytest_generate_tests(metafunc):
         asked = metafunc.config.getoption("--control-plane")
         planes = ["real", "fake"] if asked == "both" else [asked]
         if metafunc.definition.get_closest_marker("real"):
-            planes = [name for name in planes if name == "real"]
+            planes = ["real"]  # left out below where the real one was not asked for
         metafunc.parametrize("plane", planes, indirect=True, scope="session")
 
 
