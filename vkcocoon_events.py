@@ -157,7 +157,9 @@ class EventRecorder:
             return
         self._serial += 1
         stamp = int(series.first.timestamp() * 1_000_000)
-        name = f"{series.about['name'][:200]}.{stamp:x}{self._serial:04x}"
+        # Cut anywhere, a legal name may end in a way that no name may go on from.
+        about = series.about["name"][:200].rstrip("-.")
+        name = f"{about}.{stamp:x}{self._serial:04x}"
         self._api.create(path, self._body(series, count, namespace, name))
         series.name = name
 

@@ -48,6 +48,14 @@ def held(kube):
     return [(item["reason"], item["message"], item["count"]) for item in items]
 
 
+@pytest.mark.parametrize("name", ["a" * 199 + "-" + "b" * 40, ("a" * 49 + ".") * 4 + "b" * 40])
+def test_a_name_of_any_legal_length_and_spelling_has_events(kube, recorder, clock, name):
+    made = kube.admin.create("/api/v1/namespaces/default/pods", pod(name))
+    recorder.event(made, "Warning", "Unhealthy", "no echo")
+    clock.run(0)
+    assert held(kube) == [("Unhealthy", "no echo", 1)]
+
+
 def test_an_event_says_about_whom_by_whom_and_when(kube, recorder, clock, web):
     clock.run(90)
     recorder.event(web, "Warning", "Unhealthy", "no echo from 10.88.0.5")
