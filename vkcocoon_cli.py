@@ -190,6 +190,8 @@ for _command in (command for commands in INSPECTIONS.values() for command in com
 @click.option("--seed", type=click.IntRange(min=0), help="Draw the order of simultaneous things from this number.")
 @click.option("--until", type=DURATION, metavar="TIME", help="Stop at this instant of virtual time, such as 6m20s.")
 @click.option("--events", metavar="FILE", help="Write the event log there, one JSON object a line; - is stdout.")
+@click.option("--report", metavar="FILE", help="Write a page with a lane for everything, to be opened in a browser.")
+@click.option("--timeline", is_flag=True, help="Show lanes instead of a list of events.")
 @click.option("--check", is_flag=True, help="Run it twice and fail where the two runs differ.")
 @click.option("--runs", type=click.IntRange(min=1), metavar="N", help="Run it with N seeds; stop at the first failure.")
 @click.option(
@@ -208,6 +210,7 @@ def simulate(scenario: str, **options: Any) -> None:
       vk-cocoon simulate three-guests
       vk-cocoon simulate my-race.yaml --seed 7 --check
       vk-cocoon simulate my-race.yaml --runs 2000
+      vk-cocoon simulate three-guests --report run.html
       vk-cocoon simulate three-guests --events - | jq .
     """
     path = _scenario_file(scenario)

@@ -6,6 +6,7 @@ everything held, 1 something did not, 2 the file is wrong.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import Any
 
 import click
 
-from simulator import explore
+from simulator import explore, lanes, report
 from simulator.scenario import Scenario, ScenarioError, load
 from simulator.timeline import Timeline
 
@@ -29,7 +30,8 @@ TOLD = {("daemon", kind) for kind in ("start", "stop", "kill")} | {
 class Options:
     """What the command line asks for besides the scenario.
 
-    ``events``: where to write the event log, - is stdout. ``runs`` and ``jobs``: explore that many seeds in so many
+    ``events`` and ``report``: where to write the event log (- is stdout) and the page; ``timeline``: lanes in
+    characters instead of a list. ``runs`` and ``jobs``: explore that many seeds in so many
     processes. ``smallest``: where to write the smallest scenario that fails. ``prepare``: ``module:function`` to be
     called first, in every process.
     """
@@ -37,6 +39,8 @@ class Options:
     seed: int | None = None
     until: float | None = None
     events: str | None = None
+    report: str | None = None
+    timeline: bool = False
     check: bool = False
     runs: int | None = None
     jobs: int | None = None
@@ -69,7 +73,16 @@ def _run(scenario: str, plan: Scenario, options: Options) -> int:
         click.echo("\n".join(entry.line() for entry in timeline))
     elif options.events:
         Path(options.events).write_text("".join(entry.line() + "\n" for entry in timeline))
-    _show(plan, seed, timeline, err=aside)
+    command = again(scenario, seed, options)
+    if options.report:
+        title = f"{plan.name}, {'no seed' if seed is None else f'seed {seed}'}"
+        page = report.page(timeline, title=title, end=plan.until, command=command)
+        Path(options.report).write_text(page, encoding="utf-8")
+    if options.timeline:
+        columns = shutil.get_terminal_size((100, 24)).columns
+        click.echo(lanes.text(lanes.Picture.of(timeline, plan.until), columns), err=aside, nl=False)
+    else:
+        _show(plan, seed, timeline, err=aside)
     if options.check:
         difference = timeline.first_difference(plan.run(seed))
         click.echo(f"second run: {'the same' if not difference else 'differs:'}", err=aside)
@@ -77,7 +90,7 @@ def _run(scenario: str, plan: Scenario, options: Options) -> int:
             click.echo(difference, err=True)
             return 1
     if timeline.of(actor="expect", kind="broken"):
-        click.echo(f"reproduce:  {again(scenario, seed, options)}", err=aside)
+        click.echo(f"reproduce:  {command}", err=aside)
         return 1
     return 0
 
@@ -128,7 +141,8 @@ class _Progress:
 
 def again(scenario: str, seed: int | None, options: Options) -> str:
     """The command line that shows the same once more."""
-    words = ["vk-cocoon simulate", scenario]
+    shipped = Path(scenario).resolve().parent == Path(__file__).parent / "scenarios"
+    words = ["vk-cocoon simulate", Path(scenario).stem if shipped else scenario]
     words += [f"--seed {seed}"] if seed is not None else []
     words += [f"--prepare {options.prepare}"] if options.prepare else []
     return " ".join(words)
