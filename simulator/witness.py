@@ -92,7 +92,8 @@ class Witness:
 
         agent = start(key, watched, told)
         token.agent = agent
-        self._by_agent[agent] = token
+        if not token.retired:
+            self._by_agent[agent] = token
         if token.retired and agent.result.at is not None:
             self._broken("nothing after forget", key, "the first result is stored although the probe was forgotten")
         return agent
@@ -112,6 +113,8 @@ class Witness:
         token.retired = True
         if self._live.get(token.key) is token:
             del self._live[token.key]
+        if not token.in_flight and token.agent is not None:
+            self._by_agent.pop(token.agent, None)
 
     def _probe(self, token: _Token, probe: Probe, deadline: Deadline) -> ProbeResult:
         if token.retired:
@@ -131,6 +134,8 @@ class Witness:
         # Of the first one, which has no agent yet, `_start` knows whether it was kept.
         if token.agent is not None and result is not None and token.agent.result is not result:
             self._broken("nothing after forget", token.key, "a result is stored after the probe was forgotten")
+        if token.agent is not None:
+            self._by_agent.pop(token.agent, None)
 
     def probed(self, agent: ProbeAgent, result: ProbeResult, lateness_s: float, took_s: float) -> None:
         """The daemon's observer: a result was counted."""
