@@ -30,6 +30,7 @@ e2e: $(VENV)/ready
 # Renews the pages that are made from tables in the code.
 docs: $(VENV)/ready
 	$(BIN)/python -m vkcocoon_settings configuration > docs/configuration.md
+	$(BIN)/python docs/reference.py
 	$(BIN)/python -m simulator.reference > docs/scenarios.md
 	$(BIN)/python -m vkcocoon_settings environment > packaging/vk-cocoon.env.example
 

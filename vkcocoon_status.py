@@ -29,6 +29,7 @@ __all__ = [
     "ANNOTATION_VM_NAME",
     "ANNOTATION_VNC_PORT",
     "LIFECYCLE_READY",
+    "MEANING",
     "OWNED_ANNOTATIONS",
     "OWNED_CONDITIONS",
     "OWNED_STATUS_FIELDS",
@@ -114,6 +115,31 @@ class Reason(StrEnum):
     LIFECYCLE_HIBERNATED = "LifecycleHibernated"
     LIFECYCLE_FAILED = "LifecycleFailed"
     TERMINATING = "Terminating"
+
+
+MEANING: dict[Reason, str] = {
+    Reason.PROBE_SUCCEEDED: "The guest answered.",
+    Reason.PING_SKIPPED: "Degraded mode: the guest has an address and counts as ready unasked.",
+    Reason.VM_GONE: "The VM no longer exists.",
+    Reason.WAITING_FOR_LEASE: "No DHCP lease is in force for the VM's MAC.",
+    Reason.LEASE_FILE_UNREADABLE: "No readable lease file has been seen since the start.",
+    Reason.ADDRESS_CONFLICT: "Another managed pod is published Ready on the same address.",
+    Reason.PING_TIMEOUT: "The echo was not answered in time.",
+    Reason.PING_FAILED: "The echo was answered with an error, or could not be sent.",
+    Reason.PORT_CLOSED: "The declared probe port did not accept a connection.",
+    Reason.INVALID_PROBE_PORT: "The annotation of the probe port is no port.",
+    Reason.NO_SSH_BANNER: "Port 22 of a macOS guest did not send the banner of an SSH server.",
+    Reason.QEMU_DEAD: "The QEMU process of a macOS guest is gone, and no restart is under way.",
+    Reason.QEMU_RESTARTING: "The QEMU process of a macOS guest is gone and is being started again.",
+    Reason.PROBE_TIMEOUT: "The probe used up its 3 s without an answer.",
+    Reason.PROBE_ERROR: "The probe itself failed, which is a mistake of vk-cocoon's or of the host's.",
+    Reason.LIFECYCLE_READY: "The lifecycle wants the pod ready.",
+    Reason.LIFECYCLE_CREATING: "The VM is being brought up, or has no address yet.",
+    Reason.LIFECYCLE_HIBERNATING: "The VM is being hibernated.",
+    Reason.LIFECYCLE_HIBERNATED: "The VM is hibernated.",
+    Reason.LIFECYCLE_FAILED: "The last operation on the VM failed.",
+    Reason.TERMINATING: "The pod is being deleted.",
+}
 
 
 class ProviderFailure(Exception):

@@ -5,7 +5,8 @@
 For the wheel (in a new environment, with the locked dependencies), the single file, and the deb (unpacked): version,
 help, doctor, a scenario; then the daemon of that very artefact runs beside a fake cluster and brings up a pod, is asked
 for its status, and stops; then its own playground runs for some seconds. The single file also refuses another Python
-and a full disk in one line. With a second build, the two must be equal to the byte.
+and a full disk in one line, and is installed by typing what docs/installation.md says. With a second build, the two
+must be equal to the byte.
 
 Only the fake cluster and its guests come from the checkout; the daemon's environment does not know where that is.
 """
@@ -17,13 +18,15 @@ monkey.patch_all()
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +60,7 @@ def main(arguments: list[str]) -> None:
             try_playground(program)
             if path.suffix == ".pyz":
                 try_in_the_way(path, work)
+                walk(dist, work)
     say("all artefacts work")
 
 
@@ -223,6 +227,44 @@ def try_in_the_way(path: Path, work: Path) -> None:
         argv = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script]
         _one_line(subprocess.run(argv, capture_output=True, text=True, check=False), "No space left on device")
     say("    another Python and a full disk are refused in one line")
+
+
+def walk(dist: Path, work: Path) -> None:
+    """docs/installation.md, line by line, into a directory that stands for the root of a host without systemd."""
+    root, here = work / "root", work / "here"
+    for folder in ("usr/local/bin", "etc/systemd/system"):
+        (root / folder).mkdir(parents=True)
+    shutil.copytree(dist, here)
+    for name in ("rbac.yaml", "vk-cocoon.env.example", "vk-cocoon.service"):
+        shutil.copy(ROOT / "packaging" / name, here)
+    program, env_file = Program(root / "usr/local/bin/vk-cocoon", work / "walker"), root / "etc/cocoon/vk-cocoon.env"
+    with ExitStack() as running:
+        for line in typed(ROOT / "docs" / "installation.md"):
+            words = line.split()
+            if words[0] in ("sha256sum", "install"):
+                command = re.sub(r"(?<= )/(?=usr/|etc/)", f"{root}/", line)
+                subprocess.run(["bash", "-c", command], cwd=here, check=True, stdout=subprocess.DEVNULL)
+            elif words[0] == "vk-cocoon" and "--pre" in words:
+                subprocess.run([program.path, *words[1:]], env=program.environ, check=False, stdout=subprocess.DEVNULL)
+            elif words[0] == "vk-cocoon":
+                world = running.enter_context(world_of(program, work / "walk")) if words[1] == "status" else None
+                if world is not None:
+                    with env_file.open("a") as file:
+                        file.write((work / "walk" / "env").read_text())
+                    until(partial(_ready, world, f"/api/v1/nodes/{NODE_NAME}"), world, "the node is Ready")
+                argv = [program.path, *words[1:], "--env-file", env_file]
+                ended = subprocess.run(argv, env=program.environ, check=False, capture_output=True, text=True)
+                # The doctor is right that this is no cocoon host.
+                check(ended.returncode == 0 or words[1] == "doctor", f"{line}: {ended.stdout}{ended.stderr}")
+            else:
+                check(words[0] in ("kubectl", "systemctl") or "=" in words[0], f"what is {line!r}?")
+    check(env_file.stat().st_mode & 0o777 == 0o600, "the env-file is for its owner only")
+    say("    the installation page is right")
+
+
+def typed(page: Path) -> list[str]:
+    blocks = re.findall(r"^```\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+    return [line for block in blocks for line in block.splitlines() if line]
 
 
 def _one_line(ended: "subprocess.CompletedProcess[str]", words: str) -> None:
