@@ -202,6 +202,7 @@ class DaemonProcess:
         self._say = say
         self._greenlets = Group()
         self._process: subprocess.Popen[bytes] | None = None
+        self._launched_at = 0  # how long the log was
         self._stopping = False
         self.given_up = Event()
         self.failures: list[str] = []  # what a daemon must do and this one did not
@@ -227,7 +228,8 @@ class DaemonProcess:
             self._fail(f"vk-cocoon did not stop within {STOP_GRACE_S:g} s and was killed")
             process.kill()
             return
-        if code:
+        # Until it says its first word it may not be listening for signals yet, and no unit would mind.
+        if code and not (code == -signal.SIGTERM and self._log.stat().st_size == self._launched_at):
             self._fail(f"vk-cocoon ended with {_ending(code)} when asked to stop")
 
     def log_tail(self) -> str:
@@ -237,6 +239,7 @@ class DaemonProcess:
 
     def _launch(self) -> subprocess.Popen[bytes]:
         with self._log.open("ab") as log:
+            self._launched_at = log.tell()
             return subprocess.Popen(
                 [*_program(), "run"],
                 env=self._environment(),

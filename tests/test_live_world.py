@@ -128,6 +128,21 @@ def test_a_daemon_that_ends_badly_when_asked_to_stop_is_told(supervised):
 
 
 @pytest.mark.process
+def test_a_daemon_that_is_asked_to_stop_before_it_said_a_word_may_die_of_that(supervised):
+    world = supervised("import signal\nsignal.pause()")
+    world.daemon.stop()
+    assert (world.daemon.failures, world.said) == ([], [])
+
+
+@pytest.mark.process
+def test_a_daemon_that_is_up_must_not_die_of_being_asked(supervised):
+    world = supervised("import signal\nprint('up', flush=True)\nsignal.pause()")
+    until(lambda: world.lines() == ["up"])
+    world.daemon.stop()
+    assert world.daemon.failures == ["vk-cocoon ended with signal SIGTERM when asked to stop"]
+
+
+@pytest.mark.process
 def test_a_daemon_that_does_not_stop_is_killed_after_its_grace(supervised, monkeypatch):
     monkeypatch.setattr(live_world, "STOP_GRACE_S", 0.2)
     world = supervised(
