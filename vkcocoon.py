@@ -80,11 +80,11 @@ class Provider:
         vnc = VncPorts(enabled=bool(settings.macos_vnc_password))
         qemu = QemuKeeper(ports.clock, ports.macos, lock=work.locks.held, group=work.group)
         self._readiness = Readiness(work, probes=self._probes, qemu=qemu, vnc=vnc)
-        setup = GuestSetup(work, self._readiness)
         snapshots = Snapshots(work)
+        setup = self._setup = GuestSetup(work, readiness=self._readiness, snapshots=snapshots)
         self._removal = Removal(work, snapshots=snapshots, qemu=qemu, vnc=vnc)
         self._creation = Creation(work, setup=setup, snapshots=snapshots, qemu=qemu, vnc=vnc)
-        self._watch = VMWatch(work, removal=self._removal, readiness=self._readiness)
+        self._watch = VMWatch(work, removal=self._removal, readiness=self._readiness, restarted=self._restarted)
         self._hibernation = Hibernation(
             work,
             creation=self._creation,
@@ -250,6 +250,14 @@ class Provider:
         self._watch.close()
         self._pods.close()
         self._probes.close()
+
+    def _restarted(self, entry: TrackedPod) -> None:
+        """Its VM was started in place; the caller holds the VM's lock. Raises CommandError."""
+        if entry.vm is not None:
+            self._setup.restarted(entry, entry.vm)
+        if not entry.spec.hibernate:
+            self._hibernation.lift_failure(entry)
+        self._publication.publish(entry)
 
     # --- tracking -------------------------------------------------------------------------------------------------
 

@@ -8,19 +8,25 @@ level-triggered: `apply` compares what the annotation wants with what there is, 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+
+import structlog
 
 from vkcocoon_creation import Creation
 from vkcocoon_ports import Workplace
+from vkcocoon_probes import spawn
 from vkcocoon_readiness import Readiness
 from vkcocoon_removal import Removal
 from vkcocoon_setup import GuestSetup
 from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import SpecError
 from vkcocoon_status import IntentState
-from vkcocoon_tracking import TrackedPod
+from vkcocoon_tracking import SetupState, TrackedPod
 from vkcocoon_vms import VM, CommandError, VMNotFound
 
 __all__ = ["Hibernation"]
+
+log = structlog.get_logger()
 
 HIBERNATE_UNSUPPORTED = "HibernateUnsupported: a macOS guest cannot be hibernated"
 
@@ -64,7 +70,7 @@ class Hibernation:
         elif wanted:
             return  # there is no VM yet
         else:
-            self._lift_failure(entry)
+            self.lift_failure(entry)
             if entry.hibernated:
                 self._wake(entry)
 
@@ -86,38 +92,87 @@ class Hibernation:
 
     def _hibernate(self, entry: TrackedPod) -> None:
         """Save the VM under its own name, take it away, forget the probe: in this order, published at each step."""
-        vm, name = entry.vm, entry.spec.vm_name
+        vm = entry.vm
         assert vm is not None
         entry.set_intent(IntentState.HIBERNATING)
         self._publication.publish(entry)
-        try:
-            with self._work.locks.held(name):
-                self._save(entry, vm)
-                self._removal.destroy(vm.id)
-        except CommandError as error:
-            self._publication.fail(entry, "HibernateSnapshotFailed", f"hibernate: {error}")
-            self._look(entry)
-            raise
+        with self._work.locks.held(entry.spec.vm_name):
+            self._steps(entry, vm)
         self._removed(entry, vm)
+
+    def _steps(self, entry: TrackedPod, vm: VM) -> None:
+        """Each step has its own word when it fails, and what it did to the guest is taken back."""
+        steps = (
+            ("HibernateNetResizeFailed", self._detach),
+            ("HibernateSnapshotFailed", self._save),
+            ("HibernateRemoveFailed", self._remove),
+        )
+        for reason, step in steps:
+            try:
+                step(entry, vm)
+            except CommandError as error:
+                self._roll_back(entry, vm)
+                self._publication.fail(entry, reason, f"hibernate: {error}")
+                self._look(entry)
+                raise
+
+    def _detach(self, entry: TrackedPod, vm: VM) -> None:
+        """Windows is saved without its network card, for it would go on with the old one's address after the wake."""
+        if not _is_windows(entry, vm) or not vm.nics:
+            return
+        with suppress(CommandError):
+            self._runtime.exec(vm.id, ["ipconfig", "/release"])
+        try:
+            self._runtime.nics(vm.id, 0)
+        except CommandError:
+            if entry.saved != vm.id or self._runs(vm.id):
+                raise
+
+    def _save(self, entry: TrackedPod, vm: VM) -> None:
+        """Save a VM that runs. One that is gone, or does not run any more, was left by an attempt that saved it and
+        never heard of the end of its removal."""
+        try:
+            self._snapshots.save(entry.spec.vm_name, vm.id)
+        except CommandError:
+            if entry.saved != vm.id or self._runs(vm.id):
+                raise
+        entry.saved = vm.id
+
+    def _runs(self, vm_id: str) -> bool:
+        try:
+            return self._runtime.inspect(vm_id).running
+        except VMNotFound:
+            return False
+
+    def _remove(self, _entry: TrackedPod, vm: VM) -> None:
+        self._removal.destroy(vm.id)
+
+    def _roll_back(self, entry: TrackedPod, vm: VM) -> None:
+        """The VM stays for now: a Windows guest gets a network card again, which is a new one with a new address."""
+        if not _is_windows(entry, vm) or not vm.nics:
+            return
+        try:
+            record = self._runtime.inspect(vm.id)
+            if not record.nics:
+                self._runtime.nics(vm.id, len(vm.nics))
+                record = self._runtime.inspect(vm.id)
+        except CommandError as error:
+            log.warning("the network of a VM could not be restored", pod=entry.key, vm=vm.id, error=str(error))
+            return
+        if self._pods.holds(entry, vm.id):
+            entry.has(record)
+            entry.ip = record.static_ip
+            spawn(self._work.group, f"renew {entry.key}", self._setup.renew, vm.id)
 
     def _removed(self, entry: TrackedPod, vm: VM) -> None:
         """The VM is saved and gone."""
         if not self._pods.holds(entry, vm.id):
             return
         self._removal.release(entry, vm)
-        entry.vm, entry.ip, entry.hibernated = None, "", True
+        entry.vm, entry.ip, entry.hibernated, entry.setup = None, "", True, SetupState()
         self._readiness.stop(entry)
         entry.set_intent(IntentState.HIBERNATED)
         self._work.ports.event(entry.pod, "Normal", "Hibernated", f"hibernate: {vm.name} saved on this host")
-
-    def _save(self, entry: TrackedPod, vm: VM) -> None:
-        """Save a VM that runs. One that is gone was removed by an attempt that saved it and never heard of its end."""
-        try:
-            self._snapshots.save(entry.spec.vm_name, vm.id)
-        except VMNotFound:
-            if entry.saved != vm.id:
-                raise
-        entry.saved = vm.id
 
     def _wake(self, entry: TrackedPod) -> None:
         """Clone the VM back from its snapshot; the new one has a new MAC, so nothing of the old address is kept."""
@@ -146,7 +201,7 @@ class Hibernation:
             self._removal.destroy_made(entry)
         entry.set_intent(IntentState.HIBERNATED)
 
-    def _lift_failure(self, entry: TrackedPod) -> None:
+    def lift_failure(self, entry: TrackedPod) -> None:
         """A failed hibernate that is no longer asked for is lifted when the VM turns out to run; others stay. A VM that
         is gone although it failed was saved before: that is hibernated all the same."""
         vm, failed = entry.vm, entry.intent
@@ -160,7 +215,8 @@ class Hibernation:
             self._removed(entry, vm)
             return
         if running and self._pods.holds(entry, vm.id) and entry.intent is failed:
-            entry.saved = ""  # it runs on: what was saved is of an earlier time
+            # It runs on: what was saved is of an earlier time.
+            entry.saved, entry.woken = "", entry.spec.vm_name in self._snapshots
             entry.set_intent(IntentState.CREATING)
             self._setup.await_address(entry, vm.id, "hibernate")
 
@@ -171,3 +227,7 @@ class Hibernation:
             entry.set_intent(IntentState.CREATING)
             if entry.vm is not None:
                 self._setup.await_address(entry, entry.vm.id, "run")
+
+
+def _is_windows(entry: TrackedPod, vm: VM) -> bool:
+    return entry.spec.os == "windows" and vm.hypervisor != "firecracker"

@@ -204,6 +204,7 @@ class Metrics:
         self._qemu_restarts = self._counter("qemu_restarts", "Restarts of macOS guests found dead.", "result")
         self._vm_restarts = self._counter("vm_restarts", "Restarts in place of microVMs found stopped.", "result")
         self._evictions = self._counter("evictions", "Pods given up because of what became of their VM.", "reason")
+        self._guest_setups = self._counter("postclone", "Set-ups of cloned guests.", "kind", "result")
         self._stale_creates = self._counter("stale_create_reconcile", "Half-made VMs found.", "outcome")
         self._doubtful_looks = self._counter("vm_inspect_transient_fail", "Looks at a VM that proved nothing.")
         self._pod_operations = self._counter("pod_lifecycle", "Pod operations.", "op", "result", "reason")
@@ -275,6 +276,10 @@ class Metrics:
     def eviction(self, reason: str) -> None:
         """A pod was deleted because its VM was lost; `reason` is the one its containers terminated with."""
         self._evictions.labels(reason).inc()
+
+    def guest_setup(self, kind: str, result: str) -> None:
+        """The set-up of a cloned guest ended: `kind` linux_static, linux_fc or windows, `result` ok or failed."""
+        self._guest_setups.labels(kind, result).inc()
 
     def stale_create(self, outcome: str) -> None:
         """A half-made VM was found: collected, busy, not-creating, not-found or error."""

@@ -26,6 +26,9 @@ __all__ = [
     "ANNOTATION_LIFECYCLE_STATE",
     "ANNOTATION_MAC",
     "ANNOTATION_PROBE_PORT",
+    "ANNOTATION_SETUP_ERRORS",
+    "ANNOTATION_SETUP_HINT",
+    "ANNOTATION_SETUP_STATE",
     "ANNOTATION_VM_NAME",
     "ANNOTATION_VNC_PORT",
     "LIFECYCLE_READY",
@@ -60,6 +63,9 @@ ANNOTATION_ID = "vm.cocoonstack.io/id"
 ANNOTATION_IP = "vm.cocoonstack.io/ip"
 ANNOTATION_VNC_PORT = "vm.cocoonstack.io/vnc-port"
 ANNOTATION_MAC = "vm.cocoonstack.io/mac"  # whose DHCP leases are ours to give back, with commas between them
+ANNOTATION_SETUP_STATE = "vm.cocoonstack.io/post-clone-state"
+ANNOTATION_SETUP_HINT = "vm.cocoonstack.io/post-clone-hint"
+ANNOTATION_SETUP_ERRORS = "vm.cocoonstack.io/post-clone-errors"
 ANNOTATION_LIFECYCLE_STATE = "vm.cocoonstack.io/lifecycle-state"
 ANNOTATION_LIFECYCLE_GENERATION = "vm.cocoonstack.io/lifecycle-observed-generation"
 ANNOTATION_LIFECYCLE_MESSAGE = "vm.cocoonstack.io/lifecycle-state-message"
@@ -70,6 +76,9 @@ OWNED_ANNOTATIONS = (
     ANNOTATION_IP,
     ANNOTATION_VNC_PORT,
     ANNOTATION_MAC,
+    ANNOTATION_SETUP_STATE,
+    ANNOTATION_SETUP_HINT,
+    ANNOTATION_SETUP_ERRORS,
     ANNOTATION_LIFECYCLE_STATE,
     ANNOTATION_LIFECYCLE_GENERATION,
     ANNOTATION_LIFECYCLE_MESSAGE,

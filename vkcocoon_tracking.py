@@ -35,6 +35,9 @@ from vkcocoon_status import (
     ANNOTATION_LIFECYCLE_MESSAGE,
     ANNOTATION_LIFECYCLE_STATE,
     ANNOTATION_MAC,
+    ANNOTATION_SETUP_ERRORS,
+    ANNOTATION_SETUP_HINT,
+    ANNOTATION_SETUP_STATE,
     ANNOTATION_VNC_PORT,
     PROBE_READY,
     Intent,
@@ -51,7 +54,18 @@ from vkcocoon_status import (
 )
 from vkcocoon_vms import VM
 
-__all__ = ["Eviction", "Notify", "Pod", "PodTable", "Publication", "Report", "TrackedPod", "VMLocks", "dhcp_macs"]
+__all__ = [
+    "Eviction",
+    "Notify",
+    "Pod",
+    "PodTable",
+    "Publication",
+    "Report",
+    "SetupState",
+    "TrackedPod",
+    "VMLocks",
+    "dhcp_macs",
+]
 
 Pod = dict[str, Any]
 Notify = Callable[[Pod], None]
@@ -75,6 +89,16 @@ class Eviction:
     message: str
 
 
+@dataclass(frozen=True, slots=True)
+class SetupState:
+    """How far the set-up of a cloned guest has come: "" (not needed), running, done or failed; what was said last; and
+    for one that failed what a person can do, in base64."""
+
+    state: str = ""
+    hint: str = ""
+    errors: str = ""
+
+
 @dataclass(eq=False, slots=True)
 class TrackedPod:
     """One incarnation of a pod and what we know of its VM."""
@@ -92,6 +116,8 @@ class TrackedPod:
     status: Mapping[str, Any] | None = None  # as handed over last
     annotations: Mapping[str, str | None] | None = None
     conflicted: bool = False  # withheld from Ready because another pod is published Ready on its address
+    setup: SetupState = field(default_factory=SetupState)
+    woken: bool = False  # the state its VM woke from is still there
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
     leases: frozenset[str] = frozenset()  # MACs that may hold a DHCP lease of ours: of the VM, and of those before it
     saved: str = ""  # the id of the VM that was last saved whole
@@ -113,7 +139,9 @@ class TrackedPod:
         fresh = ANNOTATION_ID not in annotations
         spec = PodSpec.of(pod)
         leases = _seeded_leases(annotations) if spec.managed else frozenset()
-        return cls(pod, spec, _seeded_intent(annotations), restarts=restarts, fresh=fresh, leases=leases)
+        setup = _seeded_setup(annotations) if spec.managed else SetupState()
+        intent = _seeded_intent(annotations)
+        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, leases=leases, setup=setup)
 
     @property
     def key(self) -> str:
@@ -404,6 +432,10 @@ class Publication:
         if entry.spec.managed:  # on an unmanaged pod id, ip and vnc-port are the operator's
             annotations[ANNOTATION_ID] = entry.vm.id if entry.vm is not None else None
             annotations[ANNOTATION_IP] = entry.published_ip or None
+            setup = entry.setup if entry.vm is not None else SetupState()
+            annotations[ANNOTATION_SETUP_STATE] = setup.state or None
+            annotations[ANNOTATION_SETUP_HINT] = setup.hint or None
+            annotations[ANNOTATION_SETUP_ERRORS] = setup.errors or None
             annotations[ANNOTATION_MAC] = ",".join(sorted(entry.leases)) or None
         if entry.spec.macos:
             display = entry.vm.vnc if entry.vm is not None else -1
@@ -455,6 +487,13 @@ def dhcp_macs(vm: VM) -> frozenset[str]:
 
 def _seeded_leases(annotations: Mapping[str, str]) -> frozenset[str]:
     return frozenset(mac for text in annotations.get(ANNOTATION_MAC, "").split(",") if (mac := normalize_mac(text)))
+
+
+def _seeded_setup(annotations: Mapping[str, str]) -> SetupState:
+    state = annotations.get(ANNOTATION_SETUP_STATE, "")
+    if state not in ("running", "done", "failed"):
+        return SetupState()
+    return SetupState(state, annotations.get(ANNOTATION_SETUP_HINT, ""), annotations.get(ANNOTATION_SETUP_ERRORS, ""))
 
 
 def _explanation(status: Mapping[str, Any]) -> tuple[bool, str, str]:

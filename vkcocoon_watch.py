@@ -17,6 +17,8 @@ keeper (vkcocoon_macos), unmanaged VMs their own operator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import structlog
 from gevent.event import Event
 
@@ -48,13 +50,17 @@ log = structlog.get_logger()
 class VMWatch:
     """Looks after the VMs of the pods that are held."""
 
-    def __init__(self, work: Workplace, *, removal: Removal, readiness: Readiness) -> None:
+    def __init__(
+        self, work: Workplace, *, removal: Removal, readiness: Readiness, restarted: Callable[[TrackedPod], None]
+    ) -> None:
+        """``restarted`` is called when a VM was started in place, under its lock; it may raise CommandError."""
         self._work = work
         self._pods, self._publication = work.pods, work.publication
         self._runtime = work.ports.runtime
         self._metrics = work.ports.metrics
         self._removal = removal
         self._readiness = readiness
+        self._restarted_hook = restarted
         self._looking: dict[str, bool] = {}  # UID -> was there another reason to look meanwhile?
         self._answering: dict[str, float] = {}  # UID -> since when the API answers and does not show it as gone
         self._sweep_now = Event()
@@ -216,6 +222,10 @@ class VMWatch:
         if self._concerns(entry, vm_id):
             entry.has(record)
             self._publication.publish(entry)
+            try:
+                self._restarted_hook(entry)
+            except CommandError as error:
+                log.info("what a restart calls for was not done", pod=entry.key, error=str(error))
         return True
 
     # --- giving up ------------------------------------------------------------------------------------------------

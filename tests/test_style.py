@@ -36,7 +36,7 @@ LAYERS = [
     ["vkcocoon_overview"],
     ["vkcocoon_ports"],
     ["vkcocoon_readiness", "vkcocoon_snapshots"],
-    ["vkcocoon_setup", "vkcocoon_removal"],
+    ["vkcocoon_removal", "vkcocoon_setup"],
     ["vkcocoon_creation", "vkcocoon_startup", "vkcocoon_watch"],
     ["vkcocoon_hibernation"],
     ["vkcocoon"],
