@@ -72,12 +72,12 @@ def _run(scenario: str, plan: Scenario, options: Options) -> int:
     if aside:
         click.echo("\n".join(entry.line() for entry in timeline))
     elif options.events:
-        Path(options.events).write_text("".join(entry.line() + "\n" for entry in timeline))
+        _write(options.events, "".join(entry.line() + "\n" for entry in timeline))
     command = again(scenario, seed, options)
     if options.report:
         title = f"{plan.name}, {'no seed' if seed is None else f'seed {seed}'}"
         page = report.page(timeline, title=title, end=plan.until, command=command)
-        Path(options.report).write_text(page, encoding="utf-8")
+        _write(options.report, page)
     if options.timeline:
         columns = shutil.get_terminal_size((100, 24)).columns
         click.echo(lanes.text(lanes.Picture.of(timeline, plan.until), columns), err=aside, nl=False)
@@ -115,7 +115,7 @@ def _explore(scenario: str, plan: Scenario, options: Options) -> int:
         shrunk = explore.shrink(plan, failure, first=seeds[0], told=progress.told)
     path = options.smallest or f"{Path(scenario).stem}.seed-{failure.seed}.yaml"
     story = f"The smallest found of {Path(scenario).name} that fails as it does with seed {failure.seed}:"
-    Path(path).write_text(explore.written(shrunk.document, f"{story}\n{failure.what}"))
+    _write(path, explore.written(shrunk.document, f"{story}\n{failure.what}"))
     click.echo(f"smallest:   {again(path, None, options)}")
     return 1
 
@@ -139,11 +139,19 @@ class _Progress:
             click.echo(f"\r\x1b[K{self._what} {number}{self._of}", err=True, nl=False)
 
 
+def _write(path: str, text: str) -> None:
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.FileError(path, error.strerror) from error
+
+
 def again(scenario: str, seed: int | None, options: Options) -> str:
     """The command line that shows the same once more."""
     shipped = Path(scenario).resolve().parent == Path(__file__).parent / "scenarios"
     words = ["vk-cocoon simulate", Path(scenario).stem if shipped else scenario]
     words += [f"--seed {seed}"] if seed is not None else []
+    words += [f"--until {options.until:g}s"] if options.until is not None else []
     words += [f"--prepare {options.prepare}"] if options.prepare else []
     return " ".join(words)
 

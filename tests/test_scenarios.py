@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+import click
 import pytest
 
 import simulator
@@ -213,6 +214,16 @@ def test_the_command_tells_met_from_broken_from_wrong_by_its_exit_code(tmp_path,
     assert main(str(path), seed=3) == 1
     assert f"vk-cocoon simulate {path} --seed 3" in capsys.readouterr().out
     assert main(str(tmp_path / "none.yaml")) == 2
+
+
+def test_what_cannot_be_written_is_named_and_the_end_that_was_chosen_is_kept(tmp_path, capsys):
+    path = tmp_path / "s.yaml"
+    path.write_text("pods: [{name: web-0}]\nexpect: [{pod: web-0, never: ready}]\n")
+    with pytest.raises(click.FileError) as refused:
+        main(str(path), events=str(tmp_path / "no" / "events"), until=4.0)
+    assert str(tmp_path / "no" / "events") in refused.value.format_message()
+    assert main(str(path), seed=3, until=4.0) == 1
+    assert f"vk-cocoon simulate {path} --seed 3 --until 4s" in capsys.readouterr().out
 
 
 SILENT = {"at": "5s", "silent": "web-0"}
