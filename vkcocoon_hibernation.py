@@ -214,6 +214,11 @@ class Hibernation:
                 raise
             self._removed(entry, vm)
             return
+        if not running and entry.saved == vm.id:
+            # Nobody else restarts a VM that was saved: it may be on its way out.
+            with self._work.locks.held(entry.spec.vm_name):
+                self._runtime.start(vm.id)
+            running = True
         if running and self._pods.holds(entry, vm.id) and entry.intent is failed:
             # It runs on: what was saved is of an earlier time.
             entry.saved, entry.woken = "", entry.spec.vm_name in self._snapshots

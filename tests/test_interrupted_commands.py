@@ -244,3 +244,17 @@ def test_whoever_waits_for_a_command_ends_with_it(caplog):
         world.run(6)
         assert hold.reached.is_set()
     assert "greenlet died" not in caplog.text
+
+
+def test_a_vm_that_was_saved_and_half_removed_is_started_again_when_it_is_to_stay(ready):
+    """Its process is gone and its record is not; nobody but the one who saved it may tell that it is not to go."""
+    ready.host.cocoon.fail("vm rm", step="middle")
+    ready.annotate("web-0", hibernate="true")
+    ready.run(0.2)
+    assert annotations(ready, "web-0")["lifecycle-state"] == "failed"
+    for pid in ready.host.pids():
+        ready.host.end_process(pid)
+    ready.annotate("web-0", hibernate=None)
+    ready.run(60)
+    assert ready.ready("web-0")
+    assert records(ready) == [("vk-default-web-0", "running")]
