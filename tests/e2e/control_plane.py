@@ -31,7 +31,7 @@ from tests.e2e.certificates import Authority, signing_key
 
 UP_S = 120.0  # for one program to serve; they start slowly where everything else runs, too
 STOP_S = 10.0
-SILENCE_S = 20  # a node that did not renew its lease for so long is Unknown; it does so every 10 s
+SILENCE_S = 30  # a node that did not renew its lease for so long is Unknown; it does so every 10 s
 ISSUER = "https://kubernetes.default.svc"
 RBAC = programs.ROOT / "packaging" / "rbac.yaml"
 ACCOUNT = "kube-system", "vk-cocoon"  # what the daemon runs as, from RBAC

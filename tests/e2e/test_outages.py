@@ -55,7 +55,7 @@ def test_N8_an_api_that_refuses_connections_costs_the_pods_nothing(linked, plane
     CLOCK.sleep(2)
     began, before = CLOCK.monotonic(), renewed(linked, plane)
     linked.link.refuse()
-    CLOCK.sleep(15)
+    CLOCK.sleep(8)  # with the pause between two renewals still less than the node may be silent
     assert linked.tell("vm-calm", status=True)["ip"] == pod["status"]["podIP"]
     linked.link.restore()
     until(lambda: renewed(linked, plane) > before, 15, "the lease is renewed again")

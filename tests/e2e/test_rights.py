@@ -57,7 +57,6 @@ def test_every_right_that_is_granted_is_used_and_none_is_missing(new_host, plane
         CLOCK.sleep(2)
     requests = plane.requests_of_the_daemons()
     assert (granted() - used(requests), used(requests) - granted()) == (set(), set()), "granted in vain, or missing"
-    assert [r["requestURI"] for r in requests if r["responseStatus"].get("code") == 403] == []
 
 
 @pytest.mark.real("tokens are the real API server's")

@@ -14,7 +14,7 @@ from typing import Any
 
 from gevent.pool import Group
 
-from tests.e2e.api import CLOCK, JSON, MERGE, STRATEGIC, Api, Refused
+from tests.e2e.api import CLOCK, JSON, MERGE, STRATEGIC, Api
 from vkcocoon_probes import spawn
 
 DIRECTORY = Path(__file__).resolve().parent / "traces"
@@ -244,22 +244,7 @@ def uid_preconditions(trace: Tracer) -> None:
 
 
 def gone(trace: Tracer) -> None:
-    """Watching from the beginning of time, and a continue token that is none."""
-    try:
-        first = next(iter(trace.api.watch("/api/v1/nodes", resourceVersion="1", timeoutSeconds=5)), None)
-        trace.note(
-            {
-                "watch from 1": None
-                if first is None
-                else {
-                    "type": first["type"],
-                    "code": first["object"].get("code"),
-                    "reason": first["object"].get("reason"),
-                }
-            }
-        )
-    except Refused as refused:
-        trace.note({"watch from 1": {"http": refused.status, "reason": refused.answer.json["reason"]}})
+    """A continue token that is none."""
     answer = trace.api.send("GET", f"{trace.pods}?limit=1&continue=nonsense")
     trace.note({"continue": answer.status, "reason": answer.json["reason"]})
 
