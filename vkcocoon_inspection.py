@@ -254,7 +254,8 @@ def _wide(pods: list[Mapping[str, Any]]) -> Table:
 def leases(mac: str | None, env_file: str | None, output: str) -> None:
     """Show the DHCP leases in force, by address.
 
-    Exits with 1 when the lease file cannot be read, or has no lease for the MAC asked for.
+    Which pod has an address, the running daemon says, if it may be asked. Exits with 1 when the lease file cannot be
+    read, or has no lease for the MAC asked for.
 
     \b
     Examples:
@@ -275,31 +276,46 @@ def leases(mac: str | None, env_file: str | None, output: str) -> None:
         rows = [row for row in file.rows(now) if wanted in ("", row.mac)]
     except LeaseFileError as error:
         raise OneLine(f"{error}; VK_LEASES_PATH must be cocoon-net's file") from None
-    entries = [_lease_entry(row, file, now) for row in rows]
+    holders = _holders(settings.status_socket)
+    entries = [_lease_entry(row, holders, file, now) for row in rows]
     age = now.timestamp() - os.stat(settings.leases_path).st_mtime
     if output == "json":
         print_json({"file": settings.leases_path, "age_seconds": round(age, 1), "leases": entries})
     else:
         _say(f"{settings.leases_path}, written {ago(age)} ago")
-        for line in columns(("MAC", "IP", "ENDS", "NOTE"), [_lease_row(row, file, now) for row in rows]):
+        table = [_lease_row(row, holders, file, now) for row in rows]
+        for line in columns(("MAC", "IP", "POD", "ENDS", "NOTE"), table):
             click.echo(line)
     if wanted and not rows:
         raise OneLine(f"no lease in force for {wanted}")
 
 
-def _lease_entry(row: Lease, file: LeaseFile, now: datetime) -> dict[str, object]:
+def _holders(socket: str) -> dict[str, str]:
+    """Which pod has which address, as far as a running daemon says so to us."""
+    from vkcocoon_window import NoAnswer, ask
+
+    try:
+        pods = ask(socket)["pods"]
+    except NoAnswer as error:
+        _say(f"which pod has an address is not shown: {error}")
+        return {}
+    return {pod["ip"]: f"{pod['namespace']}/{pod['name']}" for pod in pods if pod["ip"]}
+
+
+def _lease_entry(row: Lease, holders: Mapping[str, str], file: LeaseFile, now: datetime) -> dict[str, object]:
     endless = row.expiry.year == 9999
     return {
         "mac": row.mac,
         "ip": row.ip,
+        "pod": holders.get(row.ip, ""),
         "expires": None if endless else f"{row.expiry:%Y-%m-%dT%H:%M:%SZ}",
         "conflict": file.conflict(row.mac, now),
     }
 
 
-def _lease_row(row: Lease, file: LeaseFile, now: datetime) -> tuple[str, ...]:
+def _lease_row(row: Lease, holders: Mapping[str, str], file: LeaseFile, now: datetime) -> tuple[str, ...]:
     ends = "never" if row.expiry.year == 9999 else f"in {ago((row.expiry - now).total_seconds())}"
-    return row.mac, row.ip, ends, file.conflict(row.mac, now)
+    return row.mac, row.ip, holders.get(row.ip, ""), ends, file.conflict(row.mac, now)
 
 
 # probe ------------------------------------------------------------------------------------------------------------

@@ -70,6 +70,8 @@ LABELS = {
     ("qemu_restarts", "result"): "ok, failed",
     ("notify", "result"): "delivered, superseded (a newer state went instead), dropped (the pod is gone)",
     ("vm_restarts", "result"): "ok, failed",
+    ("postclone", "kind"): "linux_static, linux_fc, windows",
+    ("postclone", "result"): "ok, failed",
     ("evictions", "reason"): "of the container's end",
     ("stale_create_reconcile", "outcome"): "what cocoon made of it: collected, busy, not-creating, not-found, error",
     ("pod_lifecycle", "result"): "ok, failed, skipped",
@@ -110,7 +112,10 @@ def _families() -> Iterator[tuple[str, str, Sequence[str], str]]:
 
 def _label(name: str, label: str) -> str:
     short = name.removeprefix("cocoon_vk_")
-    return f"`{label}`: {LABELS.get((short, label)) or LABELS[label]}"
+    said = LABELS.get((short, label)) or LABELS.get(label)
+    if said is None:
+        raise SystemExit(f"docs/reference.py: say in LABELS what the label {label} of {name} can be")
+    return f"`{label}`: {said}"
 
 
 # Reasons ----------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -33,6 +34,8 @@ def invoke(monkeypatch, tmp_path):
     monkeypatch.setattr("vkcocoon_envfile.DEFAULT_PATH", str(tmp_path / "none.env"))
 
     def run(*arguments: str, **environ: str):
+        if arguments[0] == "leases":  # not the daemon of this host
+            environ.setdefault("VK_STATUS_SOCKET", str(tmp_path / "none.sock"))
         return CliRunner().invoke(vkcocoon_cli.cli, arguments, env=environ, prog_name="vk-cocoon")
 
     return run
@@ -171,12 +174,21 @@ class TestLeases:
         )
         result = invoke("leases", VK_LEASES_PATH=path)
         assert result.exit_code == 0
-        header, *rows = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
-        assert header[:2] == ["MAC", "IP"]
+        header, *rows = [line.split(maxsplit=3) for line in result.stdout.splitlines()]
+        assert header[:3] == ["MAC", "IP", "POD"]
         assert [row[:2] for row in rows] == [[B, "10.0.0.9"], [A, "10.0.0.10"], [C, "10.0.0.10"]]
-        assert rows[0][2].split() == ["never", "–"]
-        assert rows[1][2].endswith(f"10.0.0.10 is leased to {C} as well")
-        assert result.stderr.startswith(f"vk-cocoon: {path}, written 0s ago") or "written 1s ago" in result.stderr
+        assert (rows[0][2], rows[0][3].split()) == ("–", ["never", "–"])
+        assert rows[1][3].endswith(f"10.0.0.10 is leased to {C} as well")
+        told, written = result.stderr.splitlines()
+        assert "which pod has an address is not shown: vk-cocoon does not run here" in told
+        assert re.fullmatch(rf"vk-cocoon: {path}, written \d+s ago", written)
+
+    def test_a_running_daemon_says_whose_address_it_is(self, invoke, tmp_path, monkeypatch):
+        pods = [{"namespace": "default", "name": "web-0", "ip": "10.0.0.9"}, {"namespace": "a", "name": "b", "ip": ""}]
+        monkeypatch.setattr("vkcocoon_window.ask", lambda path: {"pods": pods})
+        path = leases_file(tmp_path / "l", (A, "10.0.0.9", LATER), (B, "10.0.0.10", LATER))
+        found = json.loads(invoke("leases", "-o", "json", VK_LEASES_PATH=path).stdout)["leases"]
+        assert [(row["ip"], row["pod"]) for row in found] == [("10.0.0.9", "default/web-0"), ("10.0.0.10", "")]
 
     def test_json_says_the_same(self, invoke, tmp_path):
         path = leases_file(tmp_path / "l", (A, "10.0.0.10", LATER))
@@ -184,7 +196,7 @@ class TestLeases:
         assert document.pop("age_seconds") < 60
         assert document == {
             "file": path,
-            "leases": [{"mac": A, "ip": "10.0.0.10", "expires": LATER, "conflict": ""}],
+            "leases": [{"mac": A, "ip": "10.0.0.10", "pod": "", "expires": LATER, "conflict": ""}],
         }
 
     def test_one_mac_in_any_spelling(self, invoke, tmp_path):
