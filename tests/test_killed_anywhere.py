@@ -1,0 +1,346 @@
+"""The daemon is killed between any two of its steps and started again: no VM is lost or doubled, no lease leaks, no
+older state takes the place of a newer one, and the pod ends where it should.
+
+A step is whatever leaves the process: a command begins or ends, a write of the API, a lease that is given back. Each
+story is told once without a kill, which counts its steps, and then once for each of them: at that step the daemon is
+dead, commands that change something run to their end without it, and another daemon starts, either when all of that is
+over or beside what still runs.
+"""
+
+import pytest
+
+from simulator.fake_vms import GuestSpec
+from simulator.world import World
+from tests.provider_rig import FAST, annotations, status
+from tests.test_last_state import macs, snapshots
+from tests.test_sources import clones_of, mark, trait
+
+VM = "vk-default-web-0"
+MAC_GUEST = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
+FORK = "vm.cocoonstack.io/fork-from"
+FIRECRACKER = {"vm.cocoonstack.io/backend": "firecracker", "cocoonset.cocoonstack.io/image": "fc-base:1"}
+STATE = 7 * 2**30  # how a VM that matters is told from a fresh one
+
+
+class Story:
+    """What there is, what somebody does, and what must have come of it however often the daemon died."""
+
+    os = "linux"
+    wishes: dict = {}
+    waits = 30.0  # from the deed to its end, without a kill
+
+    def begin(self, world):
+        world.host.cocoon.add_snapshot("fc-base:1", hypervisor="firecracker")
+        world.create_pod("web-0", os=self.os, guest=MAC_GUEST if self.os == "macos" else FAST, annotations=self.wishes)
+        world.run(12)
+        assert world.ready("web-0")
+        if self.os != "macos":
+            mark(world, "web-0", STATE)
+
+    def act(self, world):
+        raise NotImplementedError
+
+    def check(self, world):
+        raise NotImplementedError
+
+
+def lives(world, *, state=None):
+    """Ready, with one VM that is the pod's, its own lease and nobody else's."""
+    assert world.ready("web-0")
+    assert len(world.host.pids()) == 1
+    assert macs(world) == [world.guest("web-0").mac]
+    assert annotations(world, "web-0")["mac"] == world.guest("web-0").mac
+    if state is not None:
+        assert trait(world, "web-0") == state
+
+
+def gone(world):
+    assert (world.pod("web-0"), world.host.pids(), macs(world)) == (None, [], [])
+
+
+class Create(Story):
+    def begin(self, world):
+        world.host.cocoon.add_snapshot("fc-base:1", hypervisor="firecracker")
+
+    def act(self, world):
+        world.create_pod("web-0", os=self.os, guest=MAC_GUEST if self.os == "macos" else FAST, annotations=self.wishes)
+
+    def check(self, world):
+        lives(world)
+        assert snapshots(world) == ["fc-base:1"]
+
+
+class CreateByRun(Create):
+    os = "windows"
+
+
+class CreateMacos(Create):
+    os = "macos"
+
+
+class CreateWithSetUp(Create):
+    wishes = FIRECRACKER
+
+    def check(self, world):
+        super().check(world)
+        assert annotations(world, "web-0")["post-clone-state"] == "done"
+
+
+class CreateByFork(Create):
+    wishes = {FORK: "vk-default-main"}
+
+    def begin(self, world):
+        super().begin(world)
+        world.create_pod("main", guest=FAST)
+        world.run(5)
+        mark(world, "main", STATE)
+
+    def check(self, world):
+        assert world.ready("web-0") and world.ready("main")
+        assert len(world.host.pids()) == 2
+        assert trait(world, "web-0") == STATE
+        assert macs(world) == sorted(world.guest(name).mac for name in ("web-0", "main"))
+
+
+class Delete(Story):
+    def act(self, world):
+        world.delete_pod("web-0", grace_seconds=30)
+
+    def check(self, world):
+        gone(world)
+        assert snapshots(world) == ["fc-base:1", f"latest-{VM}"]
+        world.create_pod("heir", guest=FAST, annotations={"cocoonset.cocoonstack.io/image": f"latest-{VM}"})
+        world.run(10)
+        assert trait(world, "heir") == STATE
+
+
+class DeleteMacos(Delete):
+    os = "macos"
+
+    def check(self, world):
+        gone(world)
+
+
+class DeleteHibernated(Delete):
+    def begin(self, world):
+        super().begin(world)
+        world.annotate("web-0", hibernate="true")
+        world.run(10)
+
+    def check(self, world):
+        gone(world)
+        assert snapshots(world) == ["fc-base:1"]
+
+
+class Hibernate(Story):
+    def act(self, world):
+        world.annotate("web-0", hibernate="true")
+
+    def check(self, world):
+        assert annotations(world, "web-0")["lifecycle-state"] == "hibernated"
+        assert status(world, "web-0")["phase"] == "Pending"
+        assert not {"id", "ip", "mac"} & set(annotations(world, "web-0"))
+        assert (world.host.pids(), macs(world), snapshots(world)) == ([], [], sorted(["fc-base:1", VM]))
+        world.annotate("web-0", hibernate=None)
+        world.run(30)
+        lives(world, state=STATE)
+        assert snapshots(world) == ["fc-base:1"]
+
+
+class HibernateWindows(Hibernate):
+    os = "windows"
+
+
+class HibernateUnheard(Hibernate):
+    """The API takes nothing of what we say of the pod, so a new daemon finds it as it was before."""
+
+    def act(self, world):
+        world.kube.fail("PATCH */web-0*", _later(), times=None)
+        super().act(world)
+
+    def check(self, world):
+        world.kube.gate.failures.clear()
+        world.run(60)
+        super().check(world)
+
+
+class Wake(Story):
+    def begin(self, world):
+        super().begin(world)
+        world.annotate("web-0", hibernate="true")
+        world.run(10)
+        assert annotations(world, "web-0")["lifecycle-state"] == "hibernated"
+
+    def act(self, world):
+        world.annotate("web-0", hibernate=None)
+
+    def check(self, world):
+        lives(world, state=STATE)
+        assert annotations(world, "web-0")["lifecycle-state"] == "ready"
+        assert snapshots(world) == ["fc-base:1"]
+        assert clones_of(world, VM) <= 2
+
+
+class WakeWithSetUp(Wake):
+    wishes = FIRECRACKER
+
+    def check(self, world):
+        super().check(world)
+        assert annotations(world, "web-0")["post-clone-state"] == "done"
+
+
+class WakeUnheard(Wake):
+    def act(self, world):
+        world.kube.fail("PATCH */web-0*", _later(), times=None)
+        super().act(world)
+
+    def check(self, world):
+        world.kube.gate.failures.clear()
+        world.run(60)
+        super().check(world)
+
+
+class Restart(Story):
+    def act(self, world):
+        self.id = annotations(world, "web-0")["id"]
+        world.guest("web-0").crash()
+
+    def check(self, world):
+        lives(world, state=STATE)
+        assert annotations(world, "web-0")["id"] == self.id
+
+
+class RestartMacos(Story):
+    os = "macos"
+
+    def act(self, world):
+        world.guest("web-0").crash()
+
+    def check(self, world):
+        lives(world)
+        assert world.host.macos.count("vm run") == 1
+
+
+class Evict(Story):
+    """Whoever owns the pod makes a new one; this one may also be brought up again, if nobody saw the loss."""
+
+    def act(self, world):
+        world.host.cocoon.execute(["cocoon", "vm", "rm", "--force", VM], 30.0)
+
+    def check(self, world):
+        if world.pod("web-0") is None:
+            gone(world)
+        else:
+            lives(world)
+
+
+def _later():
+    from vkcocoon_kube import ApiError
+
+    return ApiError(500, "InternalError", "later")
+
+
+class Killer:
+    """Counts the steps of the daemon from now on, and ends it at one of them (None: at none)."""
+
+    STEPS = {
+        ("command", "begins"),
+        ("command", "ends"),
+        ("push", "status"),
+        ("push", "annotations"),
+        ("push", "delete"),
+    }
+
+    def __init__(self, world, at):
+        self.world, self.at = world, at
+        self.steps = []
+        self.killed = ""
+        world.timeline.listeners.append(self.hear)
+        world.leases.on_change = self.leases_changed(world.leases.on_change)
+
+    def leases_changed(self, tell):
+        def changed(*news):
+            tell(*news)
+            if self.world.life is not None and self.releasing():
+                self.step("lease changes")
+
+        return changed
+
+    def releasing(self):
+        return not self.killed
+
+    def hear(self, entry):
+        if (entry.actor, entry.kind) in self.STEPS and entry.key != "default/heir":
+            what = dict(entry.fields).get("verb", "")
+            if what not in ("vm list", "snapshot list", "vm status"):
+                self.step(f"{entry.actor} {entry.kind} {what}".strip())
+
+    def step(self, text):
+        if self.killed or self.world.life is None:
+            return
+        if self.at is not None and len(self.steps) == self.at:
+            self.killed = f"step {self.at}: {text}"
+            self.world.life.over = True  # from here on it reaches nothing
+            self.world.clock.at(self.world.clock.elapsed(), self.world.kill)
+        self.steps.append(text)
+
+
+SLOW = ("vm clone", "vm run", "vm start", "vm rm", "snapshot save", "image pull")
+
+
+def told(story, at, beside):
+    """Tell the story with a kill at that step (None: without); the steps it took, and where it was killed."""
+    with World() as world:
+        story.begin(world)
+        for verb in SLOW if beside else ():
+            for tool in (world.host.cocoon, world.host.macos):
+                tool.slow(verb, 3.0, times=None)
+        killer = Killer(world, at)
+        story.act(world)
+        world.run(story.waits if at is None else 0)
+        if at is not None:
+            world.clock.run_until(lambda: world.life is None, story.waits)
+            if killer.killed:
+                world.run(0.5 if beside else 20.0)
+                world.start()
+                world.run(120)
+        steps, killer.killed = list(killer.steps), killer.killed or "not"
+        story.check(world)
+        assert [entry.text() for entry in world.timeline.of(actor="invariant")] == []
+        return steps, killer.killed
+
+
+STORIES = [
+    Create,
+    CreateByRun,
+    CreateMacos,
+    CreateWithSetUp,
+    CreateByFork,
+    Delete,
+    DeleteMacos,
+    DeleteHibernated,
+    Hibernate,
+    HibernateWindows,
+    HibernateUnheard,
+    Wake,
+    WakeWithSetUp,
+    WakeUnheard,
+    Restart,
+    RestartMacos,
+    Evict,
+]
+
+
+@pytest.mark.parametrize("beside", [False, True], ids=["after it", "beside it"])
+@pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
+def test_wherever_the_daemon_dies_the_next_one_brings_the_story_to_its_end(story, beside):
+    steps, _ = told(story(), None, beside)
+    assert len(steps) >= 4, steps
+    failed = {}
+    for at in range(len(steps)):
+        try:
+            _, killed = told(story(), at, beside)
+            assert killed != "not"
+        except AssertionError as error:
+            failed[f"{at}: {steps[at]}"] = str(error).splitlines()[0]
+    assert failed == {}
