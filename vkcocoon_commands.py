@@ -16,6 +16,7 @@ environment is seen by the command. Called by vkcocoon_vms from many greenlets; 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -122,11 +123,20 @@ def _without(secrets: Sequence[str], text: str) -> str:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
+_libc = ctypes.CDLL(None)  # loaded here: a child between fork and exec should load nothing
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent() -> None:
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class _Process:
     """One started process in a session of its own. `exited` is set when it has ended and been collected."""
 
-    def __init__(self, argv: Sequence[str], stdout: int, stderr: int) -> None:
-        """Raises CommandError when it cannot be started."""
+    def __init__(self, argv: Sequence[str], stdout: int, stderr: int, *, ends_with_us: bool = False) -> None:
+        """Raises CommandError when it cannot be started. With ``ends_with_us`` the kernel ends it when this process is
+        gone, however it went: nobody would read on."""
         environment = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
         self.exited = Event()
         try:
@@ -137,6 +147,7 @@ class _Process:
                 stderr=stderr,
                 env=environment,
                 start_new_session=True,
+                preexec_fn=_end_with_parent if ends_with_us else None,
             )
         except (OSError, ValueError) as error:  # ValueError: a NUL byte in an argument
             why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
@@ -378,7 +389,7 @@ class CommandStream:
         process = None
         try:
             try:
-                process = _Process(argv, end, stderr.end)
+                process = _Process(argv, end, stderr.end, ends_with_us=True)
             finally:
                 _close(end)
             stderr.begin()
