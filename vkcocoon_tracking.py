@@ -115,7 +115,6 @@ class TrackedPod:
     agent: ProbeAgent | None = None
     status: Mapping[str, Any] | None = None  # as handed over last
     annotations: Mapping[str, str | None] | None = None
-    conflicted: bool = False  # withheld from Ready because another pod is published Ready on its address
     setup: SetupState = field(default_factory=SetupState)
     woken: bool = False  # the state its VM woke from is still there
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
@@ -335,7 +334,6 @@ class Publication:
         probe = ProbeResult(False, Reason.VM_GONE, entry.lost) if entry.gone else self._probe_of(entry)
         entry.published_ip = self._address_to_publish(entry, probe)
         holder = self.holder(entry, entry.published_ip)
-        entry.conflicted = holder is not None and probe.ready
         if holder is not None and probe.ready:
             probe = self.conflict(entry.published_ip, holder)
         self._hand_over(entry, self._status(entry, probe), self._annotations(entry))
@@ -395,7 +393,7 @@ class Publication:
             self._release(entry)
 
     def _release(self, entry: TrackedPod, *, seen: str = "") -> None:
-        """Free what the pod neither claims nor is ``seen`` Ready on; publish whoever was withheld because of it."""
+        """Free what the pod neither claims nor is ``seen`` Ready on; publish whoever was waiting for it."""
         claimed = entry.published_ip if entry.ready and self._pods.holds(entry) else ""
         if seen and seen != claimed:
             return  # an older state is still what the cluster sees
@@ -403,7 +401,8 @@ class Publication:
         if not claimed:
             self._claimers.pop(entry.uid, None)
         for other in self._pods if freed else ():
-            if other.conflicted and other.ip in freed:
+            # One that was withheld, or is still shown on the address it had before: equal states are no news.
+            if other is not entry and other.ip in freed:
                 self.publish(other)
 
     def _status(self, entry: TrackedPod, probe: ProbeResult, *, terminating: bool = False) -> dict[str, Any]:

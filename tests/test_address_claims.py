@@ -76,3 +76,30 @@ def test_no_claim_is_left_when_all_pods_are_gone():
             world.run(30)
             publication = world.daemon.provider._publication
             assert (publication._claimers, publication._addresses._holder_on) == ({}, {})
+
+
+def test_a_pod_that_waited_for_its_new_address_without_falling_is_shown_there_once_it_is_free():
+    with World() as world:
+        guest = GuestSpec(boot_s=1.0, lease_s=0.1)
+        for name, ip in (("web-0", "10.88.0.200"), ("web-1", "10.88.0.201")):
+            world.create_pod(name, guest=guest)
+            world.run(2)
+            move(world, name, ip)
+        world.run(20)
+        move(world, "web-0", "10.88.0.201")
+        # It fails once for the conflict; the other one leaves before that makes three.
+        assert world.clock.run_until(lambda: failed(world, "web-0"), 10)
+        move(world, "web-1", "10.88.0.200")
+        world.run(60)
+        shown = {name: (world.ready(name), world.pod(name)["status"]["podIP"]) for name in ("web-0", "web-1")}
+        assert shown == {"web-0": (True, "10.88.0.201"), "web-1": (True, "10.88.0.200")}
+        assert world.timeline.of(actor="invariant") == []
+
+
+def move(world, name, ip):
+    world.leases.lease(world.guest(name).mac, ip)
+    world.guest(name).renumber(ip)
+
+
+def failed(world, name):
+    return world.timeline.of(actor="probe", kind="fails", key=f"default/{name}")[-1].seconds > 20
