@@ -160,7 +160,12 @@ class Creation:
         name = entry.spec.vm_name
         entry.committed = True
         display = self._vnc.claim(name, entry.spec.annotations.get(ANNOTATION_VNC_PORT, ""))
-        vm, alive = self._qemu.bring_up(entry.spec.macos_spec(display))
+        try:
+            vm, alive = self._qemu.bring_up(entry.spec.macos_spec(display))
+        except CommandError:
+            if self._qemu.missing(name):  # on any doubt it may run, and listen there
+                self._vnc.release(name)
+            raise
         if alive:
             self._vnc.adopt(name, vm.vnc)
         return vm

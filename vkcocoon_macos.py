@@ -85,11 +85,21 @@ class QemuKeeper:
         self._cli.start(spec.name, spec.vnc)
         return self._cli.inspect(spec.name), False
 
+    def missing(self, name: str) -> bool:
+        """Does the tool itself say that there is no record of that VM? A look that fails says nothing."""
+        try:
+            self._cli.inspect(name)
+        except VMNotFound:
+            return True
+        except CommandError:
+            return False
+        return False
+
     def check(self, vm: VM, owner: Owner) -> ProbeResult | None:
         """None while the process is alive and its MAC is known, else the failed probe; asks for the restart or the
         re-inspection that is due. Never blocks: called from the probe."""
         guest = self._guests.setdefault(vm.id, _Guest(vm.name))
-        if vm.pid > 0 and not self._cli.alive(vm):
+        if not self._cli.alive(vm):
             return self._dead(guest, vm, owner)
         if vm.mac:
             return None

@@ -74,8 +74,6 @@ LABELS = {
     ("postclone", "result"): "ok, failed",
     ("evictions", "reason"): "of the container's end",
     ("stale_create_reconcile", "outcome"): "what cocoon made of it: collected, busy, not-creating, not-found, error",
-    ("postclone", "kind"): "linux_static, linux_fc, windows",
-    ("postclone", "result"): "ok, failed",
     ("pod_lifecycle", "result"): "ok, failed, skipped",
     ("pod_lifecycle", "reason"): "the kind of error",
     ("watch_reconnects", "reason"): "ended (as planned), expired (history gone), error",
