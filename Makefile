@@ -32,6 +32,7 @@ docs: $(VENV)/ready
 	$(BIN)/python -m vkcocoon_settings configuration > docs/configuration.md
 	$(BIN)/python docs/reference.py
 	$(BIN)/python -m simulator.reference > docs/scenarios.md
+	$(BIN)/python -m simulator.catalog docs/simulator.md
 	$(BIN)/python -m vkcocoon_settings environment > packaging/vk-cocoon.env.example
 
 # Compat mode makes the whole directory importable: a module added later needs no new installation.

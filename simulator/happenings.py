@@ -292,8 +292,13 @@ def _api_fails(
     return world.kube.fail(_matching(requests, pod), error, times, stored=stored).cancel
 
 
-def _api_hangs(world: World, requests: str, pod: str | None, stored: bool) -> Undo:
-    return world.kube.hang(_matching(requests, pod), stored=stored).release
+def _api_hangs(world: World, requests: str, pod: str | None, stored: bool, only_open: bool) -> Undo:
+    matches, now = _matching(requests, pod), world.clock.monotonic()
+
+    def match(request: Request) -> bool:
+        return matches(request) and (not only_open or request.at <= now)
+
+    return world.kube.hang(match, stored=stored).release
 
 
 def _api_slow(world: World, by: float, requests: str, pod: str | None) -> Undo:
@@ -580,7 +585,12 @@ ROWS: tuple[Happening, ...] = (
         "api_hangs",
         _API,
         "Requests get no answer, and open watches go silent.",
-        (P_REQUESTS, P_OF_POD, Parameter("stored", FLAG, "they are carried out, only not answered", default=False)),
+        (
+            P_REQUESTS,
+            P_OF_POD,
+            Parameter("stored", FLAG, "they are carried out, only not answered", default=False),
+            Parameter("only_open", FLAG, "only those that are under way at this moment", default=False),
+        ),
         _api_hangs,
         lasts=True,
     ),

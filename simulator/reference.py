@@ -63,8 +63,8 @@ EVENTS = """\
 ## Events
 
 Each entry of `events` says when, and exactly one thing that happens. Its parts may be written out as a mapping; a
-single value is that of the first part, and what takes no parts is written `true`. What has a star lasts, and may be
-given a duration with `for`.
+single value is that of the first part, and `true` stands for none. What has a star lasts, and may be given a duration
+with `for`.
 """
 
 TRIGGER = """\

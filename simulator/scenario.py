@@ -33,7 +33,7 @@ from simulator.fake_vms import GuestSpec
 from simulator.happenings import HAPPENINGS, Happening
 from simulator.observations import SIGHT, Observation
 from simulator.timeline import Entry, Timeline
-from simulator.values import COUNT, FLAG, MAP, NUMBER, POD, PORTS, SHARE, TEXT, TIME, Drawn, drawn, word
+from simulator.values import COUNT, FLAG, MAP, NUMBER, POD, PORTS, SHARE, TEXT, TIME, Drawn, drawn, split, word
 from simulator.world import World
 from vkcocoon_settings import SETTINGS, SettingError
 
@@ -218,6 +218,7 @@ class _Performance:
     def perform(self) -> Timeline:
         world, scenario = self._world, self._scenario
         for pod in scenario.pods:
+            world.announce(**split(pod.name), os=pod.os, annotations=pod.annotations)
             at = pod.at.draw(self._rng("pod", pod.name, "at")) if pod.at is not None else 0.0
             world.clock.at(at, self._create, pod, owner=f"create {pod.name}")
         for event in scenario.events:
@@ -437,13 +438,12 @@ class _Reader:
     def _values(self, row: Mapping[str, Any], happening: Happening) -> dict[str, Any]:
         """What a happening takes; a single value is that of its first part."""
         given = row[happening.name]
-        if not isinstance(given, Mapping):
-            if happening.parameters:
-                given = {happening.parameters[0].name: given}
-            elif given is not True and given is not None:
+        if given is True or given is None:
+            given = {}
+        elif not isinstance(given, Mapping):
+            if not happening.parameters:
                 raise self._document.wrong(row, f"{happening.name} takes nothing: write {happening.name}: true")
-            else:
-                given = {}
+            given = {happening.parameters[0].name: given}
         values = self._document.read(given, happening.parameters, happening.name, row)
         self._check_pod(row, values.get("pod"))
         return values

@@ -131,7 +131,8 @@ class World:
         self.settings = Settings(**defaults | settings)
         self.life: Life | None = None
         self._starts = 0
-        self._submitted: dict[str, Object] = {}  # namespace/name -> the pod as it was submitted last
+        self._announced: dict[str, Object] = {}  # namespace/name -> the pod as it is, or will be, submitted
+        self._namespaces = {"default"}
         self._pods: dict[str, str] = {}  # VM name -> namespace/name of the pod it is for
         self._macs: dict[str, str] = {}  # MAC -> VM name
 
@@ -195,18 +196,25 @@ class World:
         **more: Any,
     ) -> Object:
         """Submit a pod bound to this node. ``guest`` says how its guest will behave, ``more`` is for `example_pod`."""
-        pod = example_pod(name, namespace=namespace, os=os, **more)
-        vm_name = pod["metadata"]["annotations"].get(ANNOTATION_VM_NAME, "")
+        pod = self.announce(name, namespace=namespace, os=os, **more)
         if guest is not None:
-            self.host.specs[vm_name] = guest
-        self._submitted[f"{namespace}/{name}"] = pod
+            self.host.specs[self.vm_of(f"{namespace}/{name}")] = guest
+        if namespace not in self._namespaces:
+            self._namespaces.add(namespace)
+            with suppress(ApiError):  # it is there already
+                self.kube.admin.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
         return self.kube.admin.create(f"/api/v1/namespaces/{namespace}/pods", pod)
+
+    def announce(self, name: str, *, namespace: str = "default", os: str = "linux", **more: Any) -> Object:
+        """Say that a pod will be created, so that faults can be laid out for its VM; returns the pod."""
+        pod = self._announced[f"{namespace}/{name}"] = example_pod(name, namespace=namespace, os=os, **more)
+        return pod
 
     def recreate_pod(self, name: str, *, namespace: str = "default") -> Object:
         """Remove the pod by force and submit it again under its name, as an impatient person does."""
         with suppress(ApiError):
             self.kube.admin.delete(_path(namespace, name), grace_seconds=0)
-        return self.kube.admin.create(f"/api/v1/namespaces/{namespace}/pods", self._submitted[f"{namespace}/{name}"])
+        return self.kube.admin.create(f"/api/v1/namespaces/{namespace}/pods", self._announced[f"{namespace}/{name}"])
 
     def delete_pod(self, name: str, *, namespace: str = "default", grace_seconds: int | None = None) -> None:
         self.kube.admin.delete(_path(namespace, name), grace_seconds=grace_seconds)
@@ -259,16 +267,16 @@ class World:
         return self.host.guest(self.vm_of(key))
 
     def vm_of(self, key: str) -> str:
-        """The name of the VM that the pod asks for. Raises LookupError before it was submitted."""
-        pod = self._submitted.get(key)
+        """The name of the VM that the pod asks for. Raises LookupError for a pod nobody announced."""
+        pod = self._announced.get(key)
         if pod is None:
-            raise LookupError(f"pod {key} was not created yet")
+            raise LookupError(f"pod {key} was never announced")
         return str(pod["metadata"]["annotations"].get(ANNOTATION_VM_NAME, ""))
 
     def os_of(self, key: str) -> str:
-        """The system that the pod asks for. Raises LookupError before it was submitted."""
+        """The system that the pod asks for. Raises LookupError for a pod nobody announced."""
         self.vm_of(key)
-        return str(self._submitted[key]["metadata"]["annotations"].get("cocoonset.cocoonstack.io/os", "linux"))
+        return str(self._announced[key]["metadata"]["annotations"].get("cocoonset.cocoonstack.io/os", "linux"))
 
     def vm_names(self) -> list[str]:
         """The names of all VMs of which there is a record."""
