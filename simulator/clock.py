@@ -226,6 +226,8 @@ class VirtualClock:
     def _prepare(self, name: str, function: Callable[..., Any], args: tuple[Any, ...]) -> gevent.Greenlet[..., Any]:
         greenlet = gevent.Greenlet(function, *args)
         greenlet.name = name
+        # Nobody's child, whoever's call needed it: a family of greenlets that is killed does not take it along.
+        greenlet.spawn_tree_locals = {}
         greenlet.rawlink(self._note_failure)
         self._group.add(greenlet)
         return greenlet

@@ -68,9 +68,10 @@ class Life:
         self._end()
 
     def kill(self) -> None:
-        """As SIGKILL does. A guest lives on, although it was powered on from here: a VM outlives who started it."""
+        """As SIGKILL does. Guests and commands live on, although they were begun from here: the clock's greenlets are
+        nobody's children."""
         self._end()
-        gevent.killall([each for each in self._members if not each.name.startswith("guest ")], block=False)
+        gevent.killall(list(self._members), block=False)
 
     def check(self) -> None:
         """Called at every door: a dead daemon reaches nothing."""

@@ -73,8 +73,25 @@ def test_a_clone_that_was_under_way_is_finished_without_us_and_adopted(world):
     world.start()
     world.run(20)
     assert world.ready("web-0")
-    assert len([record for record in world.host.storage.read("cocoon/vms.json").values()]) == 1
+    clones = [(entry.kind, dict(entry.fields).get("exit")) for entry in commands(world, "vm clone")]
+    assert clones[0] == ("begins", None)
+    assert ("ends", "0") in clones
+    assert len(world.timeline.of(actor="host", kind="power on")) == 1
     assert "vm rm" not in calls(world.host.cocoon)
+
+
+def commands(world, verb):
+    return [entry for entry in world.timeline.of(actor="command") if dict(entry.fields)["verb"] == verb]
+
+
+def test_guests_live_on(world):
+    world.host.renew_s = 20.0
+    world.create_pod("web-0", guest=FAST)
+    world.run(10)
+    world.kill()
+    world.leases.forget_file()
+    world.run(30)
+    assert world.leases.address(world.guest("web-0").mac)
 
 
 def test_a_question_that_was_under_way_ends_with_who_asked(world):
