@@ -19,14 +19,15 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from fcntl import F_ADD_SEALS, F_SEAL_GROW, F_SEAL_SEAL, F_SEAL_SHRINK, fcntl
+from functools import cache
 from itertools import pairwise
-from typing import Protocol
+from typing import Any, Protocol
 
-from gevent import Greenlet, subprocess
+from gevent import Greenlet, get_hub, subprocess
 from gevent.event import Event
 from gevent.monkey import get_original
 from gevent.os import make_nonblocking, nb_read
@@ -131,6 +132,57 @@ def _end_with_parent() -> None:
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
+class _Spawned:
+    """A child of posix_spawn, with as much of a Popen as is needed here.
+
+    A fork copies the page tables of this process and runs Python in the copy, all while nobody here is served: with
+    hundreds of creates that made every probe wait. This starts a tool in a tenth of the time.
+    """
+
+    def __init__(self, argv: Sequence[str], stdout: int, stderr: int, environment: Mapping[str, str]) -> None:
+        """Raises OSError, ValueError."""
+        _keep_descriptors_to_ourselves()
+        self.returncode: int | None = None
+        self._watchers: list[Callable[[], None]] = []
+        loop = get_hub().loop
+        loop.install_sigchld()
+        self.pid = os.posix_spawnp(
+            argv[0],
+            list(argv),
+            environment,
+            file_actions=[
+                (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                (os.POSIX_SPAWN_DUP2, stdout, 1),
+                (os.POSIX_SPAWN_DUP2, stderr, 2),
+            ],
+            setsid=True,
+            setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a tool should not
+        )
+        # No switch since it was started: its end cannot have been collected before somebody watches for it.
+        self._child = loop.child(self.pid)
+        self._child.start(self._ended)
+
+    def rawlink(self, callback: Callable[[_Spawned], None]) -> None:
+        """Call back in the hub when it has ended and been collected."""
+        self._watchers.append(lambda: callback(self))
+
+    def _ended(self) -> None:
+        self.returncode = os.waitstatus_to_exitcode(self._child.rstatus)
+        self._child.stop()
+        self._child.close()
+        for watcher in self._watchers:
+            watcher()
+
+
+@cache
+def _keep_descriptors_to_ourselves() -> None:
+    """Descriptors that somebody left us at our own start; those we open are never inherited."""
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
+            with suppress(OSError):  # the one that listed them
+                os.set_inheritable(int(name), False)
+
+
 class _Process:
     """One started process in a session of its own. `exited` is set when it has ended and been collected."""
 
@@ -139,20 +191,24 @@ class _Process:
         gone, however it went: nobody would read on."""
         environment = {name: value for name, value in os.environ.items() if name not in PRIVATE_VARIABLES}
         self.exited = Event()
+        self._popen: Any
         try:
-            self._popen = subprocess.Popen(
-                list(argv),
-                stdin=subprocess.DEVNULL,
-                stdout=stdout,
-                stderr=stderr,
-                env=environment,
-                start_new_session=True,
-                preexec_fn=_end_with_parent if ends_with_us else None,
-            )
+            if ends_with_us:
+                self._popen = subprocess.Popen(
+                    list(argv),
+                    stdin=subprocess.DEVNULL,
+                    stdout=stdout,
+                    stderr=stderr,
+                    env=environment,
+                    start_new_session=True,
+                    preexec_fn=_end_with_parent,
+                )
+            else:
+                self._popen = _Spawned(argv, stdout, stderr, environment)
         except (OSError, ValueError) as error:  # ValueError: a NUL byte in an argument
             why = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else str(error)
             raise CommandError(argv, None, "", why=f"cannot be run: {why}") from error
-        self._popen.rawlink(lambda _popen: self.exited.set())  # type: ignore[attr-defined]  # missing in the stubs
+        self._popen.rawlink(lambda _popen: self.exited.set())
 
     @property
     def running(self) -> bool:

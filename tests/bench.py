@@ -213,6 +213,92 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+TOOL = """\
+#!/bin/sh
+# As much of cocoon as a plain clone needs: half a second of work, then a record without a pid.
+verb=$2 name= pid=0
+while [ $# -gt 1 ]; do [ "$1" = --name ] && name=$2; shift; done
+case $verb in
+  clone) sleep 0.5 ;;
+  inspect) name=vm-${1#ID}; pid=4242 ;;
+  *) exit 1 ;;
+esac
+number=${name#vm-}
+mac=$(printf '02:00:00:00:%02x:%02x' $((number / 256)) $((number % 256)))
+printf '{"id": "ID%s", "hypervisor": "cloud-hypervisor", "state": "running", ' "$number"
+printf '"config": {"name": "%s"}, "pid": %s, "network_configs": [{"mac": "%s"}]}' "$name" "$pid" "$mac"
+"""
+
+
+def measure_creates(pods: int) -> Row:
+    """That many pods created at once beside as many that are probed, by real processes of a tool of shell."""
+    make_cooperative()
+    import logging
+
+    import structlog
+
+    logging.disable()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
+    from gevent.pool import Group
+
+    from simulator.clock import VirtualClock
+    from simulator.fake_kube import FakeKube
+    from vkcocoon import Ports, Provider
+    from vkcocoon_net import open_pinger
+    from vkcocoon_probes import SystemClock, spawn
+    from vkcocoon_settings import Settings
+    from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
+
+    clock, late, measuring, most = SystemClock(), [], False, 0
+
+    def observer(agent: Any, result: object, lateness: float, took: float) -> None:
+        if measuring:
+            late.append(lateness)
+
+    with tempfile.TemporaryDirectory() as directory:
+        tool = Path(directory) / "cocoon"
+        tool.write_text(TOOL)
+        tool.chmod(0o755)
+        leases = write_leases(Path(directory) / "leases.json", 2 * pods)
+        pinger, unused = open_pinger(), VirtualClock()
+        ports = Ports(
+            clock=clock,
+            runtime=CocoonCLI(str(tool)),
+            macos=CocoonMacosCLI(str(tool)),
+            kube=FakeKube(unused),
+            pinger=pinger,
+            on_probe=observer,
+        )
+        provider = Provider(Settings(leases_path=str(leases), node_ip="127.0.0.1"), ports)
+        begin = clock.monotonic()
+        for number in range(pods):
+            clock.sleep(begin + SPREAD_S * number / pods - clock.monotonic())
+            provider.create_pod(bench_pod(number, {"vm.cocoonstack.io/id": "x", "vm.cocoonstack.io/ip": ip_of(number)}))
+        clock.sleep(SPREAD_S)
+        group, measuring, begin = Group(), True, clock.monotonic()
+        cloned = {"cocoonset.cocoonstack.io/managed": "true", "cocoonset.cocoonstack.io/image": "base"}
+        for number in range(pods, 2 * pods):
+            spawn(group, f"create {number}", provider.create_pod, bench_pod(number, cloned))
+        while group:
+            most = max(most, len(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+            clock.sleep(0.02)
+        seconds, measuring = clock.monotonic() - begin, False
+        statuses = [provider.get_pod_status("default", f"pod-{number}") or {} for number in range(pods, 2 * pods)]
+        ready = sum(status["conditions"][1]["status"] == "True" for status in statuses)
+        provider.close()
+        pinger.close()
+        unused.close()
+    cuts = statistics.quantiles(late, n=100)
+    row = {"seconds": seconds, "processes": most, "ready": ready, "probes": len(late), "degraded": degraded()}
+    return row | {"p50": cuts[49] * 1e3, "p99": cuts[98] * 1e3, "max": max(late) * 1e3}
+
+
+def bench_pod(number: int, annotations: dict[str, str]) -> Any:
+    name = {"vm.cocoonstack.io/name": f"vm-{number}", **annotations}
+    metadata = {"name": f"pod-{number}", "namespace": "default", "uid": str(number), "annotations": name}
+    return {"metadata": metadata, "spec": {"containers": [{"name": "agent"}]}}
+
+
 def measure_virtual_loop(pods: int) -> Row:
     """One simulated hour of the probe manager alone, on the virtual clock."""
     make_cooperative()
@@ -329,6 +415,21 @@ def memory() -> str:
     return "Resident memory per agent with its greenlet, over the process without agents.\n\n" + table(*rows)
 
 
+def creates() -> str:
+    rows = [
+        ("created at once", "ready", "took s", "processes at once", "probes meanwhile", "p50 ms", "p99 ms", "worst ms")
+    ]
+    for pods in (64, 256):
+        row = medians(measure_creates, pods, times=3)
+        counts = (f"{row['ready']:.0f}", f"{row['seconds']:.1f}", f"{row['processes']:.0f}", f"{row['probes']:,.0f}")
+        rows.append((f"{pods}", *counts, *(f"{row[name]:.2f}" for name in ("p50", "p99", "max"))))
+    return (
+        "Pods created at once by the provider beside as many that are ready and probed every 5 s, with real processes "
+        "of a `cocoon` that takes half a second to clone: two per create, at most 8 at a time, of which 6 may change "
+        "something. How late the probes of all of them began meanwhile.\n\n" + table(*rows)
+    )
+
+
 def virtual() -> str:
     rows = [("what", "pods", "probes", "ready at the end", "wall s")]
     loop = medians(measure_virtual_loop, 256, times=3)
@@ -349,7 +450,14 @@ def startup() -> str:
     return "Whole processes, median of 11.\n\n" + table(*rows)
 
 
-BENCHES = {"lateness": lateness, "cpu": cpu, "memory": memory, "virtual": virtual, "startup": startup}
+BENCHES = {
+    "lateness": lateness,
+    "creates": creates,
+    "cpu": cpu,
+    "memory": memory,
+    "virtual": virtual,
+    "startup": startup,
+}
 
 
 def machine() -> str:
