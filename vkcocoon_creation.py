@@ -205,6 +205,8 @@ class Creation:
             if not (record.state == "creating" and self._cleared(record)):
                 return self._existing(entry, record, error)
             vm = make()
+        if vm.name != entry.spec.vm_name:  # whatever was said, it was not about this VM
+            vm = self._runtime.inspect(entry.spec.vm_name)
         return self._running(vm)
 
     def _cleared(self, record: VM) -> bool:

@@ -1,0 +1,152 @@
+"""A tool that fails in every way a tool can, in the middle of everything a pod goes through: its neighbor notices
+nothing, nothing is lost or doubled, and in the end the pod is where it should be."""
+
+import pytest
+
+from simulator.fake_vms import GuestSpec
+from simulator.world import World
+from tests.provider_rig import FAST, annotations
+from tests.test_last_state import macs
+from tests.test_sources import mark, trait
+
+VM = "vk-default-web-0"
+STATE = 7 * 2**30
+MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
+LONG_S = 1500.0  # twice the longest limit that is met here, and the pauses of the retries
+
+
+def exits(tool, verb):
+    tool.fail(verb, name=VM, stderr="\x00\u2603 panic: runtime error: not found? no such thing!\n\n", times=3)
+
+
+def exits_after_its_work(tool, verb):
+    tool.fail(verb, name=VM, step="after", stderr="", returncode=77, times=2)
+
+
+def says_nothing(tool, verb):
+    tool.garble(verb, "", name=VM, times=3)
+
+
+def says_half(tool, verb):
+    tool.garble(verb, '{"id": "7ETWEWAFNAJ77D', name=VM, times=3)
+
+
+def says_too_much(tool, verb):
+    tool.garble(verb, "x" * 50_000_000, name=VM, times=1)
+
+
+def says_something_else(tool, verb):
+    tool.garble(verb, '{"id": "SOMEBODYELSES", "state": "running", "pid": 1, "config": {"name": "other"}}', name=VM)
+
+
+def hangs(tool, verb):
+    tool.slow(verb, 600.0, name=VM, step="before", times=1)
+
+
+def is_killed(tool, verb):
+    tool.kill(verb, name=VM, step="middle", times=2)
+
+
+WAYS = [exits, exits_after_its_work, says_nothing, says_half, says_too_much, says_something_else, hangs, is_killed]
+
+
+@pytest.fixture
+def world():
+    with World() as world:
+        world.create_pod("neighbor", guest=FAST)
+        world.run(5)
+        yield world
+        assert [entry.text() for entry in world.timeline.of(actor="invariant")] == []
+        assert len(world.flips("neighbor")) == 2  # Ready once, and never anything else
+
+
+def well(world):
+    assert world.ready("web-0") and world.ready("neighbor")
+    assert len(world.host.pids()) == 2
+    assert macs(world) == sorted(world.guest(name).mac for name in ("web-0", "neighbor"))
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("verb", ["vm clone", "vm inspect"])
+def test_a_create(world, verb, way):
+    way(world.host.cocoon, verb)
+    world.create_pod("web-0", guest=FAST)
+    world.run(LONG_S)
+    well(world)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("verb", ["vm run", "vm inspect"])
+def test_a_macos_create(world, verb, way):
+    world.host.specs[VM] = MAC
+    way(world.host.macos, verb)
+    world.create_pod("web-0", os="macos", guest=MAC)
+    world.run(LONG_S)
+    well(world)
+    assert len(world.host.macos.qemus(VM)) == 1
+
+
+@pytest.fixture
+def ready(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    mark(world, "web-0", STATE)
+    return world
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("verb", ["snapshot save", "vm rm", "vm inspect"])
+def test_a_deletion(ready, verb, way):
+    way(ready.host.cocoon, verb)
+    ready.delete_pod("web-0", grace_seconds=30)
+    ready.run(LONG_S)
+    assert ready.pod("web-0") is None
+    assert (len(ready.host.pids()), macs(ready)) == (1, [ready.guest("neighbor").mac])
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("verb", ["snapshot save", "vm rm", "vm clone", "vm inspect", "snapshot rm"])
+def test_a_hibernate_and_a_wake(ready, verb, way):
+    way(ready.host.cocoon, verb)
+    ready.annotate("web-0", hibernate="true")
+    ready.run(LONG_S)
+    assert annotations(ready, "web-0")["lifecycle-state"] == "hibernated"
+    ready.annotate("web-0", hibernate=None)
+    ready.run(LONG_S)
+    well(ready)
+    assert trait(ready, "web-0") == STATE
+
+
+@pytest.mark.parametrize(
+    "way", [hangs, is_killed, says_nothing, says_half, says_too_much], ids=lambda way: way.__name__
+)
+@pytest.mark.parametrize("verb", ["vm start", "vm inspect"])
+def test_a_restart_in_place(ready, verb, way):
+    ready.run(2)
+    way(ready.host.cocoon, verb)
+    ready.guest("web-0").crash()
+    ready.run(LONG_S)
+    well(ready)
+    assert trait(ready, "web-0") == STATE
+
+
+@pytest.mark.parametrize("os", ["linux", "macos"])
+def test_a_tool_that_is_away_for_a_minute_in_the_middle_of_everything(world, os):
+    tools = (world.host.cocoon, world.host.macos)
+    world.create_pod("web-0", os=os, guest=MAC if os == "macos" else FAST)
+    for act in (
+        lambda: None,
+        lambda: world.guest("web-0").crash(),
+        lambda: world.delete_pod("web-0", grace_seconds=600),
+    ):
+        act()
+        for tool in tools:
+            tool.missing = True
+        world.run(60)
+        for tool in tools:
+            tool.missing = False
+        world.run(120)
+        if world.pod("web-0") is not None:
+            well(world)
+    assert world.pod("web-0") is None
+    assert len(world.host.pids()) == 1
