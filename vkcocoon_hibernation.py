@@ -1,8 +1,12 @@
 """Hibernate and wake: a VM becomes a snapshot on this host, and a new VM is cloned from it.
 
-Hibernating is save, remove, release, forget the probe, in this order and published at each step: what fails before the
-removal leaves the VM as it is. A woken VM is a new one with new MACs; nothing of the old address is kept. Both are
-level-triggered: `apply` compares what the annotation wants with what there is, so an interrupted one is simply owed.
+Hibernating is detach (Windows only), save, remove, release, forget the probe, in this order and published at each step.
+A step that fails is taken back as far as the guest noticed it, and has a word of its own; the VM stays until it is
+saved. One that was saved and did not survive a failed removal is hibernated all the same, and one that did is saved
+again. A woken VM is a new one with new MACs; nothing of the old address is kept.
+
+Both are level-triggered: `apply` compares what the annotation wants with what there is, so an interrupted one is simply
+owed.
 """
 
 from __future__ import annotations
