@@ -180,7 +180,7 @@ def _probes(entries: Iterable[Entry]) -> Iterator[Mark]:
     for entry in entries:
         if entry.actor == "probe":
             fields = dict(entry.fields)
-            took = f" after {time_text(fields['us'] / 1e6)}" if fields.get("us") else ""
+            took = f" after {time_text(fields['took_us'] / 1e6)}" if fields.get("took_us") else ""
             yield Mark(entry.seconds, f"{fields.get('reason', '')}{took}", RESULT_TONES.get(entry.kind, "plain"))
 
 

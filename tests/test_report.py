@@ -163,7 +163,7 @@ def test_the_command_writes_the_page_and_shows_the_lanes(tmp_path, capsys):
 def test_a_shipped_scenario_is_called_by_its_name(capsys):
     path = load.__globals__["Path"](report.__file__).parent / "scenarios" / "oracle.yaml"
     main(str(path), until=2.0)
-    assert "reproduce:  vk-cocoon simulate oracle\n" in capsys.readouterr().out
+    assert "reproduce:  vk-cocoon simulate oracle --until 2s\n" in capsys.readouterr().out
 
 
 # In a browser
