@@ -48,7 +48,7 @@ from vkcocoon_spec import SpecError
 from vkcocoon_startup import Startup
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_VM_NAME, IntentState, NotOurs, copied
 from vkcocoon_tracking import Notify, Pod, PodTable, Publication, TrackedPod, VMLocks
-from vkcocoon_vms import CommandError
+from vkcocoon_vms import VM, CommandError
 from vkcocoon_watch import VMWatch
 
 __all__ = ["Ports", "Provider", "__version__", "main"]
@@ -84,7 +84,14 @@ class Provider:
         setup = self._setup = GuestSetup(work, readiness=self._readiness, snapshots=snapshots)
         self._removal = Removal(work, snapshots=snapshots, qemu=qemu, vnc=vnc)
         self._creation = Creation(work, setup=setup, snapshots=snapshots, qemu=qemu, vnc=vnc)
-        self._watch = VMWatch(work, removal=self._removal, readiness=self._readiness, restarted=self._restarted)
+        self._watch = VMWatch(
+            work,
+            removal=self._removal,
+            readiness=self._readiness,
+            snapshots=snapshots,
+            restarted=self._restarted,
+            recover=self._recover,
+        )
         self._hibernation = Hibernation(
             work,
             creation=self._creation,
@@ -258,6 +265,9 @@ class Provider:
         if not entry.spec.hibernate:
             self._hibernation.lift_failure(entry)
         self._publication.publish(entry)
+
+    def _recover(self, entry: TrackedPod, vm: VM) -> None:
+        self._hibernation.recover(entry, vm)
 
     # --- tracking -------------------------------------------------------------------------------------------------
 

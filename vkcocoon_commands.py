@@ -159,7 +159,7 @@ class _Spawned:
             setsigdef=[signal.SIGPIPE, signal.SIGXFSZ],  # Python ignores them, and a tool should not
         )
         # No switch since it was started: its end cannot have been collected before somebody watches for it.
-        self._child = loop.child(self.pid)
+        self._child = loop.child(self.pid, ref=False)  # who waits for it has a limit of its own
         self._child.start(self._ended)
 
     def rawlink(self, callback: Callable[[_Spawned], None]) -> None:

@@ -32,6 +32,8 @@ __all__ = ["Hibernation"]
 
 log = structlog.get_logger()
 
+FIRST_RETRY, LAST_RETRY = 1.0, 300.0
+
 HIBERNATE_UNSUPPORTED = "HibernateUnsupported: a macOS guest cannot be hibernated"
 
 
@@ -107,6 +109,7 @@ class Hibernation:
     def _steps(self, entry: TrackedPod, vm: VM) -> None:
         """Each step has its own word when it fails, and what it did to the guest is taken back."""
         steps = (
+            ("HibernateRemoveFailed", self._await_earlier_life),
             ("HibernateNetResizeFailed", self._detach),
             ("HibernateSnapshotFailed", self._save),
             ("HibernateRemoveFailed", self._remove),
@@ -119,6 +122,16 @@ class Hibernation:
                 self._publication.fail(entry, reason, f"hibernate: {error}")
                 self._look(entry)
                 raise
+
+    def _await_earlier_life(self, entry: TrackedPod, vm: VM) -> None:
+        """A state that is there already was saved by an earlier life of ours, whose removal may still be under way: a
+        command outlives who began it. Saving again would make room for itself by dropping that state, and then find no
+        VM. Starting a VM that runs changes nothing, and waits for whatever is being done to it."""
+        if entry.spec.vm_name in self._snapshots and entry.saved != vm.id:
+            try:
+                self._runtime.start(vm.id)
+            except VMNotFound:
+                entry.saved = vm.id if self._snapshots.exists(entry.spec.vm_name) else ""
 
     def _detach(self, entry: TrackedPod, vm: VM) -> None:
         """Windows is saved without its network card, for it would go on with the old one's address after the wake."""
@@ -204,6 +217,25 @@ class Hibernation:
         with self._work.locks.held(entry.spec.vm_name):
             self._removal.destroy_made(entry)
         entry.set_intent(IntentState.HIBERNATED)
+
+    def recover(self, entry: TrackedPod, vm: VM) -> None:
+        """The pod's VM is gone and what was saved of it is here: a removal that an earlier life had begun has ended. It
+        is hibernated, and woken when that is no longer wanted; tried until it is done."""
+        clock, pause = self._work.clock, FIRST_RETRY
+        with self._work.locks.held(entry.spec.vm_name):
+            if not self._pods.holds(entry, vm.id) or entry.terminating or self._runs(vm.id):
+                return
+            log.warning("VM is gone, and what was saved of it is here", pod=entry.key, vm=vm.id)
+            self._removed(entry, vm)
+        self._publication.publish(entry)
+        while entry.hibernated and not entry.spec.hibernate and self._pods.holds(entry) and not entry.terminating:
+            try:
+                self._wake(entry)
+            except (SpecError, CommandError):  # published
+                if clock.wait(entry.stop, pause):
+                    return
+                pause = min(pause * 2, LAST_RETRY)
+        self._publication.publish(entry)
 
     def lift_failure(self, entry: TrackedPod) -> None:
         """A failed hibernate that is no longer asked for is lifted when the VM turns out to run; others stay. A VM that

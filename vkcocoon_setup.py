@@ -31,7 +31,7 @@ from vkcocoon_readiness import Readiness
 from vkcocoon_snapshots import Snapshots
 from vkcocoon_status import Intent, IntentState
 from vkcocoon_tracking import SetupState, TrackedPod
-from vkcocoon_vms import VM, CommandError
+from vkcocoon_vms import VM, CommandError, VMNotFound
 
 __all__ = ["GuestSetup"]
 
@@ -155,9 +155,13 @@ class GuestSetup:
             spawn(self._work.group, f"set up {entry.key}", self._set_up, entry, vm, verb, task)
 
     def _has_woken(self, entry: TrackedPod, verb: str) -> bool:
-        """Is there a saved state of this VM that it has left behind? A wake that was interrupted is one, too."""
-        adopted = verb == "adopt" and entry.intent.state is not IntentState.READY
-        return verb == "wake" or (adopted and entry.spec.managed and entry.spec.vm_name in self._snapshots)
+        """Is there a saved state of this VM that it has left behind? A wake that was interrupted is one, too, and a
+        hibernate that was and is no longer wanted."""
+        if verb != "adopt" or entry.intent.state is IntentState.READY or not entry.spec.managed:
+            return verb == "wake"
+        if entry.intent.state is IntentState.HIBERNATING:
+            self._snapshots.suspect(entry.spec.vm_name)
+        return not entry.spec.hibernate and entry.spec.vm_name in self._snapshots
 
     # --- set-up ---------------------------------------------------------------------------------------------------
 
@@ -231,10 +235,10 @@ class GuestSetup:
         clock, budget = self._work.clock, ADDRESS_BUDGET.get(verb)
         began, failure, nudged = clock.monotonic(), "", False
         while self._pods.holds(entry, vm_id) and not entry.terminating and not entry.gone:
-            if entry.intent.state is not IntentState.CREATING and entry.intent.message != (failure or None):
+            if not self._awaits(entry, vm_id, failure):
                 return  # hibernating, or failed by something else: not ours to lift
             if self._readiness.has_address(entry):
-                return self._arrived(entry, vm_id, failure)
+                return self._arrived(entry, vm_id, verb, failure)
             waited = clock.monotonic() - began
             if not nudged and budget is not None and waited >= RENEW_AFTER and entry.spec.os == "windows":
                 nudged = True
@@ -246,24 +250,36 @@ class GuestSetup:
             if clock.wait(entry.stop, ADDRESS_POLL):
                 return
 
-    def _arrived(self, entry: TrackedPod, vm_id: str, failure: str) -> None:
+    def _arrived(self, entry: TrackedPod, vm_id: str, verb: str, failure: str) -> None:
         if entry.woken:
             with self._work.locks.held(entry.spec.vm_name):
                 # A hibernate that has begun meanwhile may just have saved under this name.
-                waiting = entry.intent.state is IntentState.CREATING or entry.intent.message == (failure or None)
-                if not (self._pods.holds(entry, vm_id) and waiting and not entry.terminating):
+                if not self._awaits(entry, vm_id, failure) or not self._left_behind(entry, vm_id, verb):
                     return
-                self._drop_state(entry)
+            if not self._awaits(entry, vm_id, failure):
+                return
         if not entry.set_intent(IntentState.READY):
             entry.lift_failure()
         self._publication.publish(entry)
 
-    def _drop_state(self, entry: TrackedPod) -> None:
-        entry.woken = False
+    def _awaits(self, entry: TrackedPod, vm_id: str, failure: str) -> bool:
+        """Is the pod still where the wait for its address left it?"""
+        waiting = entry.intent.state is IntentState.CREATING or entry.intent.message == (failure or None)
+        return self._pods.holds(entry, vm_id) and waiting and not entry.terminating and not entry.gone
+
+    def _left_behind(self, entry: TrackedPod, vm_id: str, verb: str) -> bool:
+        """Drop the state a VM woke from; that of an adopted one only when nothing an earlier life began is going on
+        with it any more, for it may be what the VM is being removed for. False: the VM is gone."""
         try:
+            if verb == "adopt":
+                self._runtime.start(vm_id)  # changes nothing of a VM that runs, and waits for its turn
             self._snapshots.drop(entry.spec.vm_name)
+        except VMNotFound:
+            return False  # whoever watches the VMs finds it gone, and the state there
         except CommandError as error:
             log.warning("the state a VM woke from could not be dropped", pod=entry.key, error=str(error))
+        entry.woken = False
+        return True
 
     def renew(self, vm_id: str) -> None:
         """Tell a Windows guest to ask DHCP again. Best effort."""

@@ -21,7 +21,7 @@ from gevent.pool import Group
 
 from vkcocoon_ports import Workplace
 from vkcocoon_probes import Clock, spawn
-from vkcocoon_vms import Snapshot
+from vkcocoon_vms import Snapshot, SnapshotNotFound
 
 __all__ = ["Flights", "Snapshots", "fork_name", "latest_name"]
 
@@ -96,6 +96,20 @@ class Snapshots:
 
     def __contains__(self, name: str) -> bool:
         return name in self._found
+
+    def suspect(self, name: str) -> None:
+        """It may be there by the time it matters: an earlier life was about to save it."""
+        self._found.setdefault(name, None)
+
+    def exists(self, name: str) -> bool:
+        """Is it certainly there now?"""
+        if name not in self._found:
+            return False
+        try:
+            self._runtime.snapshot_inspect(name)
+        except SnapshotNotFound:
+            return False
+        return True
 
     def get(self, name: str) -> Snapshot:
         """Its record. Raises SnapshotNotFound, CommandError."""

@@ -101,7 +101,11 @@ class Startup:
         elif vm is not None:
             self._setup.bind(entry, vm, "adopt")
         elif any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
-            entry.left_over = True
+            # One that was saved and stopped in its removal may have lost its disk: what is left of it goes.
+            removed_half = entry.intent.state is IntentState.HIBERNATING and entry.spec.vm_name in self._snapshots
+            entry.left_over = not removed_half
+            if removed_half:
+                self._adopt_hibernated(entry)
         else:
             self._adopt_hibernated(entry)
 

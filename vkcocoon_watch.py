@@ -28,6 +28,7 @@ from vkcocoon_probes import spawn
 from vkcocoon_publish import pod_path
 from vkcocoon_readiness import Readiness
 from vkcocoon_removal import Removal
+from vkcocoon_snapshots import Snapshots
 from vkcocoon_status import IntentState
 from vkcocoon_tracking import Eviction, TrackedPod
 from vkcocoon_vms import VM, CommandError, VMNotFound
@@ -51,16 +52,25 @@ class VMWatch:
     """Looks after the VMs of the pods that are held."""
 
     def __init__(
-        self, work: Workplace, *, removal: Removal, readiness: Readiness, restarted: Callable[[TrackedPod], None]
+        self,
+        work: Workplace,
+        *,
+        removal: Removal,
+        readiness: Readiness,
+        snapshots: Snapshots,
+        restarted: Callable[[TrackedPod], None],
+        recover: Callable[[TrackedPod, VM], None],
     ) -> None:
-        """``restarted`` is called when a VM was started in place, under its lock; it may raise CommandError."""
+        """``restarted`` is called when a VM was started in place, under its lock; it may raise CommandError.
+        ``recover`` is run for a VM that is gone and was saved, without the lock."""
         self._work = work
         self._pods, self._publication = work.pods, work.publication
         self._runtime = work.ports.runtime
         self._metrics = work.ports.metrics
         self._removal = removal
         self._readiness = readiness
-        self._restarted_hook = restarted
+        self._snapshots = snapshots
+        self._restarted_hook, self._recover = restarted, recover
         self._looking: dict[str, bool] = {}  # UID -> was there another reason to look meanwhile?
         self._answering: dict[str, float] = {}  # UID -> since when the API answers and does not show it as gone
         self._sweep_now = Event()
@@ -157,7 +167,7 @@ class VMWatch:
             try:
                 record = self._inspected(vm_id)
             except VMNotFound:
-                return self._lost(entry)
+                return self._gone(entry)
             except CommandError as error:
                 return self._doubtful(entry, vm_id, waited, str(error))
             if not self._concerns(entry, vm_id):
@@ -226,6 +236,18 @@ class VMWatch:
                 self._restarted_hook(entry)
             except CommandError as error:
                 log.info("what a restart calls for was not done", pod=entry.key, error=str(error))
+        return True
+
+    def _gone(self, entry: TrackedPod) -> bool:
+        """A VM that was saved is not lost: whoever removed it meant to hibernate it."""
+        try:
+            saved = self._snapshots.exists(entry.spec.vm_name)
+        except CommandError as error:
+            log.info("whether a VM that is gone was saved is not known", pod=entry.key, error=str(error))
+            return False
+        if not saved or entry.vm is None:
+            return self._lost(entry)
+        spawn(self._work.group, f"recover {entry.key}", self._recover, entry, entry.vm)
         return True
 
     # --- giving up ------------------------------------------------------------------------------------------------
