@@ -228,3 +228,76 @@ def test_a_saved_vm_whose_pod_never_heard_of_it_is_not_made_anew(ready):
     ready.annotate("web-0", hibernate=None)
     ready.run(10)
     assert trait(ready, "web-0") == 7 * 2**30
+
+
+# --- beside what an earlier daemon began ------------------------------------------------------------------------------
+
+
+def killed_in_the_removal(world):
+    """The daemon dies while the VM is being removed; the removal goes on for some seconds."""
+    mark(world, "web-0", 7 * 2**30)
+    world.host.cocoon.slow("vm rm", 8.0)
+    world.annotate("web-0", hibernate="true")
+    world.run(2)
+    assert snapshots(world) == [VM]
+    world.kill()
+
+
+def test_a_removal_that_goes_on_is_waited_for_before_anything_is_saved_again(ready):
+    killed_in_the_removal(ready)
+    ready.start()
+    ready.run(30)
+    assert annotations(ready, "web-0")["lifecycle-state"] == "hibernated"
+    assert ready.host.cocoon.count("snapshot rm") == 0
+    ready.annotate("web-0", hibernate=None)
+    ready.run(10)
+    assert trait(ready, "web-0") == 7 * 2**30
+
+
+def test_a_removal_that_goes_on_and_is_no_longer_wanted_ends_in_a_wake(ready):
+    killed_in_the_removal(ready)
+    ready.annotate("web-0", hibernate=None)
+    ready.start()
+    ready.run(40)
+    assert ready.ready("web-0")
+    assert trait(ready, "web-0") == 7 * 2**30
+    assert macs(ready) == [ready.guest("web-0").mac]
+    assert snapshots(ready) == []
+
+
+def test_a_wake_after_such_a_removal_is_tried_until_it_succeeds(ready):
+    killed_in_the_removal(ready)
+    ready.annotate("web-0", hibernate=None)
+    ready.host.cocoon.fail("vm clone", stderr=NO_SPACE, times=4)
+    ready.start()
+    ready.run(10)
+    assert message(ready, "web-0").startswith("wake: ")
+    ready.run(120)
+    assert trait(ready, "web-0") == 7 * 2**30
+
+
+def test_a_vm_that_lives_on_after_an_interrupted_hibernate_leaves_no_state_of_an_earlier_time(ready):
+    """The save went through and the removal never began."""
+    ready.host.cocoon.hold("vm rm")
+    ready.host.cocoon.slow("snapshot save", 3.0)
+    ready.annotate("web-0", hibernate="true")
+    ready.run(1)
+    ready.kill()
+    ready.run(5)
+    assert snapshots(ready) == [VM]
+    ready.annotate("web-0", hibernate=None)
+    ready.start()
+    ready.run(10)
+    assert ready.ready("web-0")
+    assert snapshots(ready) == []
+    assert clones_of(ready, VM) == 0
+
+
+def test_whether_a_vm_that_is_gone_was_saved_must_be_certain_before_it_is_lost(ready):
+    killed_in_the_removal(ready)
+    ready.annotate("web-0", hibernate=None)
+    ready.host.cocoon.fail("snapshot inspect", times=5)
+    ready.start()
+    ready.run(60)
+    assert ready.ready("web-0")
+    assert trait(ready, "web-0") == 7 * 2**30
