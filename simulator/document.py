@@ -50,21 +50,23 @@ def unknown(what: str, given: object, allowed: Iterable[str]) -> str:
 
 
 class _Lines(yaml.SafeLoader):
-    """Remembers the line of each mapping, and refuses a key that stands twice."""
+    """Remembers the line of each mapping and of each of its keys, and refuses a key that stands twice."""
 
     def __init__(self, stream: Any) -> None:
         super().__init__(stream)
         self.line_of: dict[int, int] = {}
+        self.line_of_key: dict[tuple[int, Any], int] = {}
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys: list[Any] = []
+        keys: dict[Any, int] = {}
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
             if key in keys:
                 raise yaml.MarkedYAMLError(problem=f"{key!r} stands twice", problem_mark=key_node.start_mark)
-            keys.append(key)
+            keys[key] = key_node.start_mark.line + 1
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=True)
         self.line_of[id(mapping)] = node.start_mark.line + 1
+        self.line_of_key.update({(id(mapping), key): line for key, line in keys.items()})
         return mapping
 
     def construct_yaml_map(self, node: Any) -> Any:
@@ -81,6 +83,7 @@ class Document:
     root: Any
     file: str = "scenario"
     _line_of: dict[int, int] = field(default_factory=dict)
+    _line_of_key: dict[tuple[int, Any], int] = field(default_factory=dict)
 
     @classmethod
     def of(cls, source: str | Path | Mapping[str, Any]) -> Document:
@@ -89,7 +92,7 @@ class Document:
         path = Path(source)
         try:
             loader = _Lines(path.read_text())
-            return cls(loader.get_single_data(), str(source), loader.line_of)
+            return cls(loader.get_single_data(), str(source), loader.line_of, loader.line_of_key)
         except OSError as error:
             raise ScenarioError(f"{path}: {error.strerror or error}") from error
         except yaml.MarkedYAMLError as error:
@@ -98,10 +101,14 @@ class Document:
         except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise ScenarioError(f"{path}: {' '.join(str(error).split())}") from error
 
-    def wrong(self, where: Any, text: str) -> ScenarioError:
-        """The refusal of what stands at ``where``, a mapping of this document."""
-        line = self._line_of.get(id(where))
+    def wrong(self, where: Any, text: str, key: Any = None) -> ScenarioError:
+        """The refusal of what stands at ``where``, a mapping of this document, or of one of its keys."""
+        line = self.line(where, key)
         return ScenarioError(f"{self.file}{f':{line}' if line else ''}: {text}")
+
+    def line(self, where: Any, key: Any = None) -> int | None:
+        """Where a mapping of this document stands, or one of its keys; None for what was not read from a file."""
+        return self._line_of_key.get((id(where), key), self._line_of.get(id(where)))
 
     def mapping(self, value: Any, what: str, at: Any = None) -> Mapping[str, Any]:
         if not isinstance(value, Mapping):
@@ -111,13 +118,13 @@ class Document:
     def rows(self, root: Mapping[str, Any], key: str) -> Iterable[Any]:
         rows = root.get(key) or ()
         if not isinstance(rows, list | tuple):
-            raise self.wrong(root, f"{key} must be a list")
+            raise self.wrong(root, f"{key} must be a list", key)
         return rows
 
     def known(self, given: Mapping[str, Any], allowed: Iterable[str], what: str, at: Any = None) -> None:
         for key in given:
             if key not in allowed:
-                raise self.wrong(self._place(given, at), unknown(what, key, allowed))
+                raise self.wrong(self._place(given, at), unknown(what, key, allowed), key)
 
     def read(
         self, given: Mapping[str, Any], parameters: Iterable[Parameter], what: str, at: Any = None
@@ -139,7 +146,7 @@ class Document:
         try:
             return kind.read(given[name])
         except ValueError as error:
-            raise self.wrong(self._place(given, at), f"{name}: {error}") from error
+            raise self.wrong(self._place(given, at), f"{name}: {error}", name) from error
 
     def _place(self, given: Any, at: Any) -> Any:
         return given if id(given) in self._line_of else at

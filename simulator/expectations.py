@@ -28,11 +28,19 @@ LAST_EVENTS = 6  # shown with an expectation that was not met
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that is over: the world, when it ended, and when the events with an id happened."""
+    """A run that is over: the world, when it ended, and when the events with an id happened.
+
+    ``planned`` is when it was meant to end. A run that was ended earlier leaves open what more time could have changed.
+    """
 
     world: World
     end: float
     happened: Mapping[str, float]
+    planned: float
+
+    @property
+    def cut(self) -> bool:
+        return self.end < self.planned
 
     def instant(self, when: float | str) -> float:
         """Raises LookupError for an event that did not happen."""
@@ -45,11 +53,21 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``why`` it is broken, "" when it is not; the stretch of time it is about, in seconds."""
+    """``why`` it is broken, "" when it is not; the stretch of time it is about, in seconds.
+
+    ``final``: more of that time would change nothing, because what was wanted, or must not be, has been seen.
+    """
 
     why: str = ""
     begin: float | None = None
     end: float | None = None
+    final: bool = False
+
+    def kind(self, run: Run) -> str:
+        """met, broken or not reached, as the log has it."""
+        if run.cut and not self.final and (self.end is None or self.end > run.end):
+            return "not reached"
+        return "broken" if self.why else "met"
 
 
 Check = Callable[[Run, Mapping[str, Any]], Verdict]
@@ -94,7 +112,7 @@ def _became_ready(run: Run, values: Mapping[str, Any]) -> Verdict:
         begin, end = after, run.instant(values["by"]) if values["by"] is not None else after + values["within"]
     flips = run.world.flips(**split(pod))
     if any(begin <= at <= end and value is wanted for at, value in flips):
-        return Verdict("", begin, end)
+        return Verdict("", begin, end, final=True)
     instants = [f"{at:.6f}" for at, value in flips if value is wanted]
     return Verdict(f"became {wanted} at {', '.join(instants) or 'no time'}{_story(run, pod, end)}", begin, end)
 
@@ -108,14 +126,16 @@ def _shows(run: Run, values: Mapping[str, Any]) -> Verdict:
     for facet, wanted in values["shows"].items():
         for at, value in _history(run.world, pod, facet, begin, end):
             if value != wanted:
-                return Verdict(f"{facet} was {value or 'nothing'} at {at:.6f}{_story(run, pod, at)}", begin, end)
+                why = f"{facet} was {value or 'nothing'} at {at:.6f}{_story(run, pod, at)}"
+                return Verdict(why, begin, end, final=at <= run.end)
     return Verdict("", begin, end)
 
 
 def _never(run: Run, values: Mapping[str, Any]) -> Verdict:
     begin, end = _window(run, values)
     seen = _sightings(run, values["never"], values["pod"], begin, end)
-    return Verdict(f"seen at {seen[0].seconds:.6f}: {seen[0].text().strip()}" if seen else "", begin, end)
+    why = f"seen at {seen[0].seconds:.6f}: {seen[0].text().strip()}" if seen else ""
+    return Verdict(why, begin, end, final=bool(seen))
 
 
 def _counted(run: Run, values: Mapping[str, Any]) -> Verdict:
@@ -123,14 +143,16 @@ def _counted(run: Run, values: Mapping[str, Any]) -> Verdict:
     seen = _sightings(run, values["count"], values["pod"], begin, end)
     least = values["is"] if values["is"] is not None else values["at_least"]
     most = values["is"] if values["is"] is not None else values["at_most"]
-    fine = (least is None or len(seen) >= least) and (most is None or len(seen) <= most)
-    return Verdict("" if fine else f"{len(seen)} times, {_instants(seen)}", begin, end)
+    enough, few = least is None or len(seen) >= least, most is None or len(seen) <= most
+    why = "" if enough and few else f"{len(seen)} times, {_instants(seen)}"
+    return Verdict(why, begin, end, final=not few or (enough and most is None))
 
 
 def _flips(run: Run, values: Mapping[str, Any]) -> Verdict:
     begin, end = _window(run, values)
     seen = _sightings(run, observation("flip"), values["pod"], begin, end)
-    return Verdict("" if len(seen) == values["flips"] else f"{len(seen)} flips, {_instants(seen)}", begin, end)
+    why = "" if len(seen) == values["flips"] else f"{len(seen)} flips, {_instants(seen)}"
+    return Verdict(why, begin, end, final=len(seen) > values["flips"])
 
 
 def _order(run: Run, values: Mapping[str, Any]) -> Verdict:
@@ -143,9 +165,10 @@ def _order(run: Run, values: Mapping[str, Any]) -> Verdict:
         if found is None:
             return Verdict(f"{sight.text!r} was never seen", begin, end)
         if found < place:
-            return Verdict(f"{sight.text!r} was first seen at {window[found].seconds:.6f}, before {last!r}", begin, end)
+            why = f"{sight.text!r} was first seen at {window[found].seconds:.6f}, before {last!r}"
+            return Verdict(why, begin, end, final=True)
         last, place = sight.text, found
-    return Verdict("", begin, end)
+    return Verdict("", begin, end, final=True)
 
 
 def _settled(run: Run, values: Mapping[str, Any]) -> Verdict:
@@ -153,7 +176,7 @@ def _settled(run: Run, values: Mapping[str, Any]) -> Verdict:
     if daemon is None:
         return Verdict("the daemon does not run")
     owed = daemon.pods.unpublished()
-    return Verdict(f"not yet told to the API: {', '.join(owed)}" if owed else "", run.end, run.end)
+    return Verdict(f"not yet told to the API: {', '.join(owed)}" if owed else "", run.planned, run.planned)
 
 
 def _vms(run: Run, values: Mapping[str, Any]) -> Verdict:
@@ -161,7 +184,7 @@ def _vms(run: Run, values: Mapping[str, Any]) -> Verdict:
     if values["pod"] is not None:
         names = [name for name in names if name == run.world.vm_of(values["pod"])]
     fine = len(names) == values["vms"]
-    return Verdict("" if fine else f"there are {len(names)}: {', '.join(names) or 'none'}", run.end, run.end)
+    return Verdict("" if fine else f"there are {len(names)}: {', '.join(names) or 'none'}", run.planned, run.planned)
 
 
 # What they are made of ------------------------------------------------------------------------------------------------
@@ -169,7 +192,7 @@ def _vms(run: Run, values: Mapping[str, Any]) -> Verdict:
 
 def _window(run: Run, values: Mapping[str, Any]) -> tuple[float, float]:
     begin, end = values["from"], values["to"]
-    return (0.0 if begin is None else run.instant(begin)), (run.end if end is None else run.instant(end))
+    return (0.0 if begin is None else run.instant(begin)), (run.planned if end is None else run.instant(end))
 
 
 def _entries(run: Run, begin: float, end: float) -> list[Entry]:

@@ -15,7 +15,7 @@ import multiprocessing.process
 import os
 import traceback
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from multiprocessing import connection
 from typing import Any
 
@@ -90,7 +90,7 @@ def explore(
             prepare(prepared)
         return _alone(scenario, batches, told)
     document = {**plain(scenario.document), "until": time_text(scenario.until)}
-    crew = _Crew(min(jobs, len(batches)), document, prepared)
+    crew = _Crew(min(jobs, len(batches)), document, scenario.cut, prepared)
     try:
         return crew.run(batches, told)
     finally:
@@ -115,14 +115,14 @@ def _run_batch(scenario: Scenario, batch: range) -> Failure | None:
 class _Crew:
     """Processes that run batches. A pool of the library would need threads, which are greenlets in this process."""
 
-    def __init__(self, size: int, document: Document, prepared: str) -> None:
+    def __init__(self, size: int, document: Document, cut: float | None, prepared: str) -> None:
         context = multiprocessing.get_context("spawn")
         self._members: dict[Any, tuple[Any, multiprocessing.process.BaseProcess]] = {}
         for _ in range(size):
             # One-way pipes: a two-way one is made of sockets, which do not block in a process made cooperative.
             work, orders = context.Pipe(duplex=False)
             answers, results = context.Pipe(duplex=False)
-            process = context.Process(target=_serve, args=(work, results, document, prepared), daemon=True)
+            process = context.Process(target=_serve, args=(work, results, document, cut, prepared), daemon=True)
             process.start()
             work.close()
             results.close()
@@ -166,13 +166,13 @@ class _Crew:
             process.join()
 
 
-def _serve(work: Any, results: Any, document: Document, prepared: str) -> None:
+def _serve(work: Any, results: Any, document: Document, cut: float | None, prepared: str) -> None:
     """A process of the crew: batches in, the first failure of each out; a text instead means that it cannot go on."""
     try:
         quiet()
         if prepared:
             prepare(prepared)
-        scenario = load(document)
+        scenario = replace(load(document), cut=cut)
         while True:
             start, stop = work.recv()
             failure = _run_batch(scenario, range(start, stop))

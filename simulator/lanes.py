@@ -52,7 +52,7 @@ class Verdict:
     """An expectation and what became of it; the stretch of time it is about, if it is about one."""
 
     text: str
-    met: bool
+    kind: str  # met, broken, not reached
     why: str = ""
     pod: str = ""
     begin: float | None = None
@@ -93,7 +93,7 @@ def _verdict(entry: Entry) -> Verdict:
     fields = dict(entry.fields)
     return Verdict(
         entry.key,
-        entry.kind == "met",
+        entry.kind,
         str(fields.get("why", "")),
         str(fields.get("pod", "")),
         fields.get("from"),
@@ -224,6 +224,7 @@ def _broken(entry: Entry) -> Mark:
 
 SPAN_CHARACTERS = {"good": "=", "bad": "x", "wait": "-", "off": "~", "plain": "-", "event": "-"}
 MARK_CHARACTERS = {"good": "o", "bad": "x", "event": "!", "plain": "."}
+SIGNS = {"met": "met   ", "broken": "BROKEN", "not reached": "not reached"}  # of a verdict, in front of its text
 WEIGHT = {"x": 3, "!": 2, "o": 1, ".": 0}  # which of two marks in one place is shown
 NAME_WIDTH = 10
 
@@ -237,7 +238,7 @@ def text(picture: Picture, columns: int = 100) -> str:
         lines += [f"  {lane.name:{NAME_WIDTH}}{_row(lane, picture.end, width)}" for lane in section.lanes]
         timed = [verdict for verdict in section.verdicts if verdict.end is not None]
         lines += [f"  {'':{NAME_WIDTH}}{_verdict_row(verdict, picture.end, width)}" for verdict in timed]
-    lines += [f"{'met   ' if verdict.met else 'BROKEN'} {verdict.text}" for verdict in picture.verdicts]
+    lines += [f"{SIGNS[verdict.kind]} {verdict.text}" for verdict in picture.verdicts]
     return "\n".join(lines) + "\n"
 
 
@@ -277,8 +278,7 @@ def _row(lane: Lane, end: float, width: int) -> str:
 
 def _verdict_row(verdict: Verdict, end: float, width: int) -> str:
     first, last = _place(verdict.begin or 0.0, end, width), _place(verdict.end or 0.0, end, width)
-    sign = "met" if verdict.met else "BROKEN"
-    return f"{' ' * first}[{'_' * max(0, last - first - 1)}] {sign}"
+    return f"{' ' * first}[{'_' * max(0, last - first - 1)}] {SIGNS[verdict.kind].strip()}"
 
 
 def _place(at: float, end: float, width: int) -> int:

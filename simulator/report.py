@@ -6,6 +6,7 @@ a thing is exactly stands in its title, which browsers show when one points at i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from html import escape
 
@@ -35,6 +36,7 @@ svg .name { font-size: 12px; fill: var(--soft); } svg .on { fill: #fff; } svg .t
 svg .axis { fill: var(--soft); } td { padding: 1px 14px 1px 0; vertical-align: top; text-align: left; }
 .met { color: var(--good); } .broken { color: var(--bad); font-weight: 600; } pre { white-space: pre-wrap; }
 """
+CLASSES = {"met": "met", "broken": "broken", "not reached": "soft"}
 for _tone in ("good", "bad", "wait", "off", "plain", "event"):
     STYLE += f".s-{_tone} {{ fill: var(--{_tone}); }} .m-{_tone} {{ stroke: var(--{_tone}); }}\n"
 
@@ -46,8 +48,12 @@ def page(timeline: Timeline, *, title: str, end: float, command: str) -> str:
 
 
 def _page(picture: Picture, timeline: Timeline, title: str, command: str) -> Iterator[str]:
-    broken = sum(not verdict.met for verdict in picture.verdicts)
-    ending = f"<span class=broken>{broken} broken</span>" if broken else "<span class=met>everything held</span>"
+    kinds = Counter(verdict.kind for verdict in picture.verdicts)
+    ending = "<span class=met>everything held</span>"
+    if kinds["broken"]:
+        ending = f"<span class=broken>{kinds['broken']} broken</span>"
+    if kinds["not reached"]:
+        ending += f", <span class=soft>{kinds['not reached']} not reached</span>"
     yield f"<!doctype html><html lang=en><head><meta charset=utf-8><title>{escape(title)}</title>"
     yield '<meta name=viewport content="width=device-width, initial-scale=1">'
     yield f"<style>{STYLE}</style></head><body>"
@@ -65,9 +71,10 @@ def _page(picture: Picture, timeline: Timeline, title: str, command: str) -> Ite
 def _verdicts(verdicts: Iterable[Verdict]) -> Iterator[str]:
     yield "<table>"
     for verdict in verdicts:
-        word = "met" if verdict.met else "broken"
+        word = verdict.kind
         why = f"<pre>{escape(verdict.why)}</pre>" if verdict.why else ""
-        yield f"<tr><td class={word}>{word.upper() if why else word}</td><td>{escape(verdict.text)}{why}</td></tr>"
+        sign = f"<td class={CLASSES[word]}>{word.upper() if why else word}</td>"
+        yield f"<tr>{sign}<td>{escape(verdict.text)}{why}</td></tr>"
     yield "</table>"
 
 
@@ -151,8 +158,8 @@ def _labels(lane: Lane, y: int, scale: _Scale) -> Iterator[str]:
 def _bracket(verdict: Verdict, y: int, scale: _Scale) -> Iterator[str]:
     """The time an expectation is about, with what became of it."""
     begin, end = scale.x(verdict.begin or 0.0), scale.x(min(verdict.end or 0.0, scale.end))
-    tone, sign = ("good", "✓") if verdict.met else ("bad", "✗")
-    title = escape(f"{'met' if verdict.met else 'broken'}: {verdict.text}")
+    tone, sign = {"met": ("good", "✓"), "broken": ("bad", "✗")}.get(verdict.kind, ("plain", "…"))
+    title = escape(f"{verdict.kind}: {verdict.text}")
     path = f"M{begin},{y + 11} v4 H{max(end, begin + 1)} v-4"
     letters = int((LEFT + scale.width + RIGHT - begin) / LETTER) - 3
     label = verdict.text if len(verdict.text) <= letters else f"{verdict.text[: max(0, letters - 1)]}…"

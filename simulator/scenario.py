@@ -180,6 +180,11 @@ class Scenario:
     events: tuple[Event, ...] = ()
     expectations: tuple[Expectation, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)  # of the World
+    cut: float | None = None  # ended then, before its time
+
+    @property
+    def end(self) -> float:
+        return self.until if self.cut is None else min(self.cut, self.until)
 
     def run(self, seed: int | None) -> Timeline:
         """Run it; the verdicts are the last entries of the timeline."""
@@ -190,8 +195,8 @@ class Scenario:
 def run_scenario(source: str | Path | Mapping[str, Any], seed: int | None = None) -> Timeline:
     """Run a scenario (a file, or its contents as a dict) and return what happened.
 
-    The verdicts are the last entries: actor ``expect``, kind ``met`` or ``broken``; a broken invariant is an entry
-    ``invariant`` / ``broken`` at its instant. Raises ScenarioError when the scenario cannot be understood.
+    The verdicts are the last entries: actor ``expect``, kind ``met``, ``broken`` or ``not reached``; a broken invariant
+    is an entry ``invariant`` / ``broken`` at its instant. Raises ScenarioError when the scenario cannot be understood.
     """
     scenario = load(source)
     return scenario.run(scenario.seed if seed is None else seed)
@@ -228,9 +233,7 @@ class _Performance:
                 self._schedule(event)
         if self._waiting:
             world.timeline.listeners.append(self._look)
-        world.run(scenario.until)
-        for event, _ in self._waiting:
-            self._missed.setdefault(event.text, f"{event.trigger.sight.text!r} was not seen" if event.trigger else "")
+        world.run(scenario.end)
         self._judge()
         return world.timeline
 
@@ -263,7 +266,7 @@ class _Performance:
         assert event.at is not None
         first = event.at.draw(self._rng("event", event.text, "at"))
         count = 0
-        while count < self._most(event) and (at := first + count * (event.every or 0.0)) <= self._scenario.until:
+        while count < self._most(event) and (at := first + count * (event.every or 0.0)) <= self._scenario.end:
             self._world.clock.at(at, self._happen, event, owner=event.text)
             count += 1
 
@@ -308,21 +311,25 @@ class _Performance:
 
     def _judge(self) -> None:
         world = self._world
-        run = Run(world, self._scenario.until, self._happened)
+        run = Run(world, self._scenario.end, self._happened, self._scenario.until)
+        for event, _ in self._waiting:
+            why = f"{event.trigger.sight.text!r} was not seen" if event.trigger else ""
+            _record(run, None, f"the event happens: {event.text}", Verdict(why))
         for text, why in self._missed.items():
-            _record(world, None, f"the event happens: {text}", Verdict(why))
+            _record(run, None, f"the event happens: {text}", Verdict(why, final=True))
         for expectation in self._scenario.expectations:
-            _record(world, expectation.pod, expectation.text, expectation.judge(run))
+            _record(run, expectation.pod, expectation.text, expectation.judge(run))
         broken = world.timeline.of(actor="invariant")
         why = f"{len(broken)} broken, first: {broken[0].text().strip()}" if broken else ""
-        _record(world, None, "no invariant is broken", Verdict(why))
+        _record(run, None, "no invariant is broken", Verdict(why, final=True))
 
 
-def _record(world: World, pod: str | None, text: str, verdict: Verdict) -> None:
-    fields: dict[str, Any] = {"why": verdict.why} if verdict.why else {}
+def _record(run: Run, pod: str | None, text: str, verdict: Verdict) -> None:
+    kind = verdict.kind(run)
+    fields: dict[str, Any] = {"why": verdict.why} if kind == "broken" else {}
     fields |= {"pod": pod} if pod is not None else {}
     fields |= {"from": verdict.begin, "to": verdict.end} if verdict.begin is not None else {}
-    world.record("expect", "broken" if verdict.why else "met", text, fields)
+    run.world.record("expect", kind, text, fields)
 
 
 # Reading --------------------------------------------------------------------------------------------------------------
@@ -344,7 +351,7 @@ class _Reader:
         plain = {key: value for key, value in root.items() if key not in lists}
         given = document.read(plain, SCENARIO, "a scenario", root)
         if given["version"] != 1:
-            raise document.wrong(root, f"version {given['version']!r} is not known; this is version 1")
+            raise document.wrong(root, f"version {given['version']!r} is not known; this is version 1", "version")
         self._pods = []
         pods = tuple(self._pod(row) for row in document.rows(root, "pods"))
         events = tuple(self._event(row) for row in document.rows(root, "events"))
@@ -360,12 +367,14 @@ class _Reader:
         )
 
     def _options(self, root: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-        written = given["settings"] or {}
-        self._document.known(written, SETTING_ROWS, "setting", root)
-        try:
-            settings = {name: SETTING_ROWS[name].read(text, name) for name, text in written.items()}
-        except SettingError as error:
-            raise self._document.wrong(root, f"settings: {error}") from error
+        written, place = given["settings"] or {}, root.get("settings")
+        self._document.known(written, SETTING_ROWS, "setting", place)
+        settings: dict[str, Any] = {}
+        for name, text in written.items():
+            try:
+                settings[name] = SETTING_ROWS[name].read(text, name)
+            except SettingError as error:
+                raise self._document.wrong(place, f"settings: {error}", name) from error
         options: dict[str, Any] = {
             "degraded": not given["raw_socket"],
             "packets": given["wire"] == "packets",
@@ -385,7 +394,7 @@ class _Reader:
             raise document.wrong(row, f"pod {values['name']!r} stands twice")
         self._pods.append(values["name"])
         resources = values.pop("resources") or {}
-        document.known(resources, RESOURCES, "resource", row)
+        document.known(resources, RESOURCES, "resource", row.get("resources"))
         return PodPlan(
             guest=self._guest(row, row.get("guest") or {}),
             resources=resources,

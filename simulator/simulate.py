@@ -25,6 +25,8 @@ TOLD = {("daemon", kind) for kind in ("start", "stop", "kill")} | {
     ("kube", kind) for kind in ("created", "deleted", "phase", "ready", "reason", "address", "lifecycle", "terminating")
 }
 
+COLORS = {"met": "green", "broken": "red"}
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -57,7 +59,7 @@ def main(scenario: str, **given: Any) -> int:
         click.echo(f"vk-cocoon: {error}", err=True)
         return 2
     if options.until is not None:
-        plan = replace(plan, until=options.until)
+        plan = replace(plan, until=max(plan.until, options.until), cut=options.until)
     if options.runs is not None:
         return _explore(scenario, plan, options)
     if options.prepare:
@@ -76,11 +78,11 @@ def _run(scenario: str, plan: Scenario, options: Options) -> int:
     command = again(scenario, seed, options)
     if options.report:
         title = f"{plan.name}, {'no seed' if seed is None else f'seed {seed}'}"
-        page = report.page(timeline, title=title, end=plan.until, command=command)
+        page = report.page(timeline, title=title, end=plan.end, command=command)
         _write(options.report, page)
     if options.timeline:
         columns = shutil.get_terminal_size((100, 24)).columns
-        click.echo(lanes.text(lanes.Picture.of(timeline, plan.until), columns), err=aside, nl=False)
+        click.echo(lanes.text(lanes.Picture.of(timeline, plan.end), columns), err=aside, nl=False)
     else:
         _show(plan, seed, timeline, err=aside)
     if options.check:
@@ -157,12 +159,12 @@ def again(scenario: str, seed: int | None, options: Options) -> str:
 
 
 def _show(plan: Scenario, seed: int | None, timeline: Timeline, *, err: bool) -> None:
-    click.echo(f"{plan.name}: {plan.until:g} s of virtual time, seed {'none' if seed is None else seed}", err=err)
+    click.echo(f"{plan.name}: {plan.end:g} s of virtual time, seed {'none' if seed is None else seed}", err=err)
     for entry in timeline:
         if (entry.actor, entry.kind) in TOLD or entry.actor in ("scenario", "invariant"):
             click.echo(entry.text(), err=err)
     for entry in timeline.of(actor="expect"):
-        mark = click.style("met   ", fg="green") if entry.kind == "met" else click.style("BROKEN", fg="red")
+        mark = click.style(lanes.SIGNS[entry.kind], fg=COLORS.get(entry.kind))
         why = dict(entry.fields).get("why", "")
         click.echo(f"{mark} {entry.key}{f': {why}' if why else ''}", err=err)
     click.echo(f"digest:     {timeline.digest()}", err=err)

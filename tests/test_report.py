@@ -12,7 +12,7 @@ import pytest
 from simulator import lanes, report
 from simulator.lanes import Picture
 from simulator.scenario import load, run_scenario
-from simulator.simulate import main
+from simulator.simulate import Options, again, main
 
 STORY = {
     "name": "a <b>bold</b> & dangerous name",
@@ -123,9 +123,9 @@ def test_a_killed_daemon_is_a_gap(timeline):
 
 def test_expectations_are_marked_where_they_belong(timeline, html):
     (section,) = [each for each in Picture.of(timeline, 60.0).sections if each.name == "default/web-0"]
-    assert [(verdict.met, verdict.begin, verdict.end) for verdict in section.verdicts] == [
-        (True, 0.0, 5.0),
-        (False, 20.0, 25.0),
+    assert [(verdict.kind, verdict.begin, verdict.end) for verdict in section.verdicts] == [
+        ("met", 0.0, 5.0),
+        ("broken", 20.0, 25.0),
     ]
     assert "✓ pod=web-0 ready=True by=5s" in html
     assert "✗ pod=web-0 ready=False after=20s by=25s" in html
@@ -160,10 +160,9 @@ def test_the_command_writes_the_page_and_shows_the_lanes(tmp_path, capsys):
     assert "default/web-0\n  happens" in capsys.readouterr().out
 
 
-def test_a_shipped_scenario_is_called_by_its_name(capsys):
+def test_a_shipped_scenario_is_called_by_its_name():
     path = load.__globals__["Path"](report.__file__).parent / "scenarios" / "oracle.yaml"
-    main(str(path), until=2.0)
-    assert "reproduce:  vk-cocoon simulate oracle --until 2s\n" in capsys.readouterr().out
+    assert again(str(path), None, Options(until=2.0)) == "vk-cocoon simulate oracle --until 2s"
 
 
 # In a browser

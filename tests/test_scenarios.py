@@ -1,6 +1,7 @@
 """Every shipped scenario meets its expectations, twice the same; one that is wrong is refused with its line."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -210,6 +211,11 @@ def test_what_is_not_known_is_refused_with_a_way_out(change, says):
         ("pods:\n  - {name: web-0}\nevents:\n  - {at: 1s, sielnt: web-0}\n", 4, "did you mean 'silent'?"),
         ("pods:\n  - name: web-0\n    name: web-1\n", 3, "'name' stands twice"),
         ("pods: [\n", 2, "expected"),
+        ("pods:\n  - {name: web-0}\nsettings:\n  orphan_policy: keep\n  pase: 1s\n", 5, "unknown setting 'pase'"),
+        ("settings:\n  node_cpu: '2'\n  orphan_policy: maybe\n", 3, "orphan_policy: 'maybe' is not possible"),
+        ("pods:\n  - name: web-0\n    guest:\n      boot: 1s\n      lease: now\n", 5, "lease: 'now' is no time"),
+        ("pods:\n  - name: web-0\n    resources:\n      cpu: 1\n      cpus: 2\n", 5, "did you mean 'cpu'?"),
+        ("until: 1s\nversion: 2\n", 2, "version 2 is not known"),
     ],
 )
 def test_a_refusal_names_file_and_line(tmp_path, text, line, says):
@@ -250,6 +256,60 @@ def test_what_cannot_be_written_is_named_and_the_end_that_was_chosen_is_kept(tmp
 
 
 SILENT = {"at": "5s", "silent": "web-0"}
+
+
+def kinds(until, events=(), **expectation):
+    """What becomes of an expectation of a run of 40 s that is ended at `until`."""
+    document = GOOD | {"until": "40s", "events": list(events), "expect": [expectation]}
+    timeline = replace(load(document), cut=until).run(None)
+    return [entry.kind for entry in timeline.of(actor="expect")][:-1]
+
+
+@pytest.mark.parametrize(
+    ("until", "expectation", "kind"),
+    [
+        (1.0, {"pod": "web-0", "ready": True, "by": "5s"}, "not reached"),
+        (6.0, {"pod": "web-0", "ready": False, "after": "1s", "by": "5s"}, "broken"),
+        (4.0, {"pod": "web-0", "ready": True, "by": "5s"}, "met"),  # it is already
+        (4.0, {"pod": "web-0", "shows": {"ready": True}, "at": "5s"}, "not reached"),
+        (4.0, {"pod": "web-0", "shows": {"ready": True}, "from": "3s", "to": "5s"}, "not reached"),
+        (4.0, {"pod": "web-0", "shows": {"ready": False}, "from": "0s", "to": "5s"}, "broken"),
+        (4.0, {"pod": "web-0", "never": "probe fails", "from": "3s", "to": "9s"}, "not reached"),
+        (4.0, {"pod": "web-0", "never": "probe ok", "to": "9s"}, "broken"),
+        (4.0, {"pod": "web-0", "never": "flip", "from": "2s", "to": "3s"}, "met"),
+        (4.0, {"pod": "web-0", "flips": 2}, "not reached"),
+        (4.0, {"pod": "web-0", "flips": 0}, "broken"),
+        (4.0, {"pod": "web-0", "count": "probe", "at_least": 99}, "not reached"),
+        (4.0, {"pod": "web-0", "count": "probe", "at_least": 2}, "met"),
+        (4.0, {"pod": "web-0", "count": "probe", "at_most": 2}, "broken"),
+        (4.0, {"pod": "web-0", "count": "probe", "at_most": 99}, "not reached"),
+        (4.0, {"pod": "web-0", "order": ["created", "deleted"]}, "not reached"),
+        (4.0, {"pod": "web-0", "order": ["ready", "created"]}, "broken"),
+        (4.0, {"settled": True}, "not reached"),
+        (4.0, {"vms": 9}, "not reached"),
+        (99.0, {"vms": 9}, "broken"),
+    ],
+    ids=str,
+)
+def test_what_a_run_that_is_ended_early_has_no_time_for_is_not_broken(until, expectation, kind):
+    assert kinds(until, **expectation) == [kind]
+
+
+def test_an_event_that_a_run_ended_early_has_no_time_for_is_not_broken():
+    events = [{"id": "gone", "when": {"pod": "web-0", "sees": "deleted"}, "silent": "web-0"}]
+    assert kinds(4.0, events, pod="web-0", ready=False, after="gone", within="1s") == ["not reached", "not reached"]
+
+
+def test_what_is_not_reached_is_said_and_fails_nothing(tmp_path, capsys):
+    path = tmp_path / "s.yaml"
+    path.write_text("pods: [{name: web-0}]\nexpect: [{pod: web-0, ready: true, by: 20s}, {pod: web-0, flips: 1}]\n")
+    assert main(str(path), until=1.0, report=str(tmp_path / "run.html")) == 0
+    assert "not reached pod=web-0 ready=True by=20s\n" in capsys.readouterr().out
+    assert "everything held</span>, <span class=soft>2 not reached<" in (tmp_path / "run.html").read_text()
+    assert main(str(path), until=1.0, timeline=True) == 0
+    assert "not reached pod=" in capsys.readouterr().out
+    assert main(str(path), until=60.0) == 0
+    assert "not reached" not in capsys.readouterr().out
 
 
 def test_what_lasts_ends_after_its_time():
