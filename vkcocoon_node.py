@@ -25,7 +25,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable
 from datetime import datetime, timedelta
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, Protocol
 
 import structlog
@@ -36,6 +36,7 @@ from vkcocoon_events import EventRecorder
 from vkcocoon_host import Host, read_host
 from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, uid_of, version_of
 from vkcocoon_probes import Clock, ProbeTimeout, spawn
+from vkcocoon_quantity import parse_quantity
 from vkcocoon_status import condition_of, format_time
 
 __all__ = ["NodeController", "NodeLease", "NodeSettings"]
@@ -552,11 +553,11 @@ def _resources(settings: NodeSettings, host: Host) -> tuple[dict[str, str], dict
     """
     hugepages = dict(host.hugepages)
     if settings.node_hugepages:
-        hugepages["hugepages-2Mi"] = int(_amount(settings.node_hugepages))
+        hugepages["hugepages-2Mi"] = int(parse_quantity(settings.node_hugepages))
     capacity = {
-        "cpu": _amount(settings.node_cpu) if settings.node_cpu else Decimal(host.cpus),
-        "memory": _amount(settings.node_mem) if settings.node_mem else Decimal(host.memory),
-        "ephemeral-storage": _amount(settings.node_storage) if settings.node_storage else Decimal(host.storage),
+        "cpu": parse_quantity(settings.node_cpu) if settings.node_cpu else Decimal(host.cpus),
+        "memory": parse_quantity(settings.node_mem) if settings.node_mem else Decimal(host.memory),
+        "ephemeral-storage": parse_quantity(settings.node_storage) if settings.node_storage else Decimal(host.storage),
     }
     available = {**capacity}
     if not settings.node_storage:
@@ -579,19 +580,9 @@ def _written(name: str, amount: Decimal) -> str:
     return str(int(amount)) if amount == int(amount) else f"{int(amount * 1000)}m"
 
 
-_SUFFIXES = {
-    **{f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", start=1)},
-    **{letter: Decimal(1000) ** power for power, letter in enumerate("kMGTPE", start=1)},
-    "m": Decimal("0.001"),
-    "u": Decimal("0.000001"),
-    "n": Decimal("0.000000001"),
-}
-
-
 def _amount(quantity: str) -> Decimal:
     """What a Kubernetes quantity is worth; NaN (equal to nothing) for what is none."""
-    digits = quantity.rstrip("KMGTPEikmun")
     try:
-        return Decimal(digits) * _SUFFIXES.get(quantity[len(digits) :], Decimal(1))
-    except InvalidOperation:
+        return parse_quantity(quantity)
+    except ValueError:
         return Decimal("NaN")

@@ -22,8 +22,9 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from decimal import Decimal
 from typing import Any, NamedTuple
+
+from vkcocoon_quantity import parse_quantity
 
 __all__ = [
     "SETTINGS",
@@ -151,33 +152,15 @@ def _vnc_password(text: str) -> str:
     return _checked(text, len(os.fsencode(text)) <= 8 and text.isprintable() and not re.search(r'[\s"]', text))
 
 
-SUFFIXES: dict[str, Decimal] = {
-    "": Decimal(1),
-    **{name: Decimal(10) ** power for name, power in zip("numkMGTPE", (-9, -6, -3, 3, 6, 9, 12, 15, 18), strict=True)},
-    **{f"{name}i": Decimal(2) ** (10 * power) for power, name in enumerate("KMGTPE", start=1)},
-}
-# A sign in front is left out on purpose: a node has no negative capacity.
-QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{0,9})?|\.\d{1,9})(?:[eE]([+-]?\d{1,2})|([numkMGTPE]|[KMGTPE]i)?)", re.ASCII)
-
-
-def _amount(text: str) -> Decimal:
-    """What a Kubernetes quantity is worth."""
-    matched = QUANTITY.fullmatch(text)
-    if matched is None:
-        raise ValueError(text)
-    digits, exponent, suffix = matched.groups()
-    return Decimal(digits).scaleb(int(exponent or 0)) * SUFFIXES[suffix or ""]
-
-
 def _cpus(text: str) -> str:
-    return _checked(text, _amount(text) >= 1)
+    return _checked(text, parse_quantity(text) >= 1)
 
 
 def _byte_amount(lowest: int, *, zero: bool = False) -> Callable[[str], str]:
     """Whole bytes, and not so few that a unit must have been forgotten ("64", "512m")."""
 
     def read(text: str) -> str:
-        amount = _amount(text)
+        amount = parse_quantity(text)
         enough = amount >= lowest or (zero and amount == 0)
         return _checked(text, enough and amount == amount.to_integral_value())
 

@@ -11,9 +11,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from decimal import Decimal, InvalidOperation
+from decimal import Decimal
 from typing import Any, TypedDict
 
+from vkcocoon_quantity import parse_quantity
 from vkcocoon_status import (
     ANNOTATION_GENERATION,
     ANNOTATION_HIBERNATE,
@@ -23,7 +24,7 @@ from vkcocoon_status import (
 )
 from vkcocoon_vms import CloneSpec, MacosSpec, RunSpec
 
-__all__ = ["EvidenceError", "PodSpec", "SpecError", "parse_quantity", "probe_port"]
+__all__ = ["EvidenceError", "PodSpec", "SpecError", "probe_port"]
 
 IMAGE = "cocoonset.cocoonstack.io/image"
 MODE = "cocoonset.cocoonstack.io/mode"
@@ -49,15 +50,6 @@ _IDENTITY = (ANNOTATION_VM_NAME, OS)
 
 # cocoon refuses a longer name only after work was done; we say so before.
 _VM_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
-_QUANTITY = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+))(Ki|Mi|Gi|Ti|Pi|Ei|n|u|m|k|M|G|T|P|E|[eE][+-]?\d+)?", re.ASCII)
-_FACTOR = {
-    "": Decimal(1),
-    "n": Decimal("1e-9"),
-    "u": Decimal("1e-6"),
-    "m": Decimal("1e-3"),
-    **{suffix: Decimal(1000) ** power for power, suffix in enumerate("kMGTPE", 1)},
-    **{suffix + "i": Decimal(1024) ** power for power, suffix in enumerate("KMGTPE", 1)},
-}
 
 
 class SpecError(ProviderFailure):
@@ -309,18 +301,6 @@ def probe_port(annotations: Mapping[str, str]) -> int | None:
     raise SpecError(f"annotation {ANNOTATION_PROBE_PORT}={text!r} is no port: decimal digits, 1 to 65535")
 
 
-def parse_quantity(text: str) -> Decimal:
-    """A Kubernetes quantity as a number (``500m`` is 0.5, ``4Gi`` is 4294967296). Raises ValueError."""
-    match = _QUANTITY.fullmatch(text.strip())
-    if not match:
-        raise ValueError(f"{text!r} is no quantity")
-    number, suffix = match.groups()
-    try:
-        return Decimal(number) * (_FACTOR[suffix or ""] if (suffix or "") in _FACTOR else Decimal(f"1{suffix}"))
-    except InvalidOperation as error:
-        raise ValueError(f"{text!r} is no quantity") from error
-
-
 def _is_main(metadata: Mapping[str, Any], vm_name: str) -> bool:
     """Slot 0 of the set that owns the pod: told by the owner and the VM's name, since a pod may be called anything."""
     owners = [owner for owner in metadata.get("ownerReferences") or () if owner.get("kind") == "CocoonSet"]
@@ -329,7 +309,7 @@ def _is_main(metadata: Mapping[str, Any], vm_name: str) -> bool:
 
 def _amount(text: str, what: str) -> Decimal:
     try:
-        value = parse_quantity(str(text))
+        value = parse_quantity(str(text).strip())
     except ValueError as error:
         raise SpecError(f"{what}={text!r} is no quantity such as 2, 500m or 20Gi") from error
     if value <= 0:

@@ -11,21 +11,11 @@ from decimal import Decimal
 from typing import Any
 
 from simulator.fake_kube_rules import is_terminal
+from vkcocoon_quantity import parse_quantity
 
-__all__ = ["fits", "quantity"]
+__all__ = ["fits"]
 
 Object = dict[str, Any]
-
-_SUFFIXES = {"n": Decimal("1e-9"), "u": Decimal("1e-6"), "m": Decimal("1e-3"), "k": Decimal(10**3), "": Decimal(1)}
-_SUFFIXES |= {letter: Decimal(1000) ** power for power, letter in enumerate("MGTPE", 2)}
-_SUFFIXES |= {f"{letter}i": Decimal(1024) ** power for power, letter in enumerate("KMGTPE", 1)}
-
-
-def quantity(text: str) -> Decimal:
-    """The number a Kubernetes quantity means: 500m, 2, 4Gi, 1e3."""
-    digits = text.rstrip("numkKMGTPEi")
-    suffix = text[len(digits) :]
-    return Decimal(digits) * _SUFFIXES[suffix]
 
 
 def fits(pod: Object, node: Object, pods: Iterable[Object]) -> str:
@@ -65,11 +55,11 @@ def _lacking(pod: Object, node: Object, pods: Iterable[Object]) -> str:
     there = [
         other for other in pods if other["spec"].get("nodeName") == node["metadata"]["name"] and not is_terminal(other)
     ]
-    if "pods" in allocatable and len(there) >= quantity(allocatable["pods"]):
+    if "pods" in allocatable and len(there) >= parse_quantity(allocatable["pods"]):
         return "Too many pods"
     for name, wanted in _requests(pod).items():
         used = sum((_requests(other).get(name, Decimal(0)) for other in there), Decimal(0))
-        if used + wanted > quantity(allocatable.get(name, "0")):
+        if used + wanted > parse_quantity(allocatable.get(name, "0")):
             return f"Insufficient {name}"
     return ""
 
@@ -79,5 +69,5 @@ def _requests(pod: Object) -> dict[str, Decimal]:
     for container in pod["spec"]["containers"]:
         resources = container["resources"]
         for name, text in {**resources.get("limits", {}), **resources.get("requests", {})}.items():
-            total[name] = total.get(name, Decimal(0)) + quantity(text)
+            total[name] = total.get(name, Decimal(0)) + parse_quantity(text)
     return {name: wanted for name, wanted in total.items() if wanted}

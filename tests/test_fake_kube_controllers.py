@@ -1,13 +1,11 @@
 """The controllers around the fake API server: what they do, when, and what they leave alone. Virtual time."""
 
-from decimal import Decimal
-
 import pytest
 
 from simulator.clock import VirtualClock
 from simulator.fake_kube import FakeKube
 from simulator.fake_kube_controllers import Controllers
-from simulator.fake_kube_scheduling import fits, quantity
+from simulator.fake_kube_scheduling import fits
 from vkcocoon_kube import ApiError
 
 PODS = "/api/v1/namespaces/default/pods"
@@ -164,22 +162,6 @@ def test_a_node_selector_and_resources_count(kube):
     assert verdict("d", nodeSelector={"pool": "edge"}) == ""
     assert verdict("e", nodeSelector={"pool": "core"}) == "node(s) didn't match Pod's node affinity/selector"
     assert fits(kube.get(f"{PODS}/a"), n1, [small] * 3) == "Too many pods"
-
-
-@pytest.mark.parametrize(
-    ("text", "number"),
-    [
-        ("2", "2"),
-        ("500m", "0.5"),
-        ("1k", "1000"),
-        ("4Gi", "4294967296"),
-        ("1e3", "1000"),
-        ("1E", "1e18"),
-        ("1.5", "1.5"),
-    ],
-)
-def test_quantities(text, number):
-    assert quantity(text) == Decimal(number)
 
 
 # Nodes that fall silent ----------------------------------------------------------------------------------------------

@@ -1,10 +1,8 @@
 """The annotation contract: what a pod asks for, what is refused with a sentence, and the probe port (O1)."""
 
-from decimal import Decimal
-
 import pytest
 
-from vkcocoon_spec import PodSpec, SpecError, parse_quantity, probe_port
+from vkcocoon_spec import PodSpec, SpecError, probe_port
 from vkcocoon_vms import CloneSpec, MacosSpec, RunSpec
 
 PORT = "vm.cocoonstack.io/probe-port"
@@ -203,25 +201,3 @@ def test_an_order_that_cannot_be_met_names_what_is_wrong(order, named):
 @pytest.mark.parametrize(("text", "number"), [("3", 3), ("", 0), ("-1", 0), ("x", 0), ("٣", 0), ("9" * 30, 0)])
 def test_a_generation_that_cannot_be_read_counts_as_zero(text, number):
     assert spec(generation=text).generation == number
-
-
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1", "1"),
-        ("500m", "0.5"),
-        ("4Gi", "4294967296"),
-        ("2G", "2000000000"),
-        ("1e3", "1000"),
-        (".5", "0.5"),
-        ("1k", "1000"),
-    ],
-)
-def test_quantities_are_read_as_kubernetes_writes_them(text, value):
-    assert parse_quantity(text) == Decimal(value)
-
-
-@pytest.mark.parametrize("text", ["", "Gi", "1GiB", "1 Gi", "0x10", "nan", "inf", "1_000"])
-def test_what_is_no_quantity_is_refused(text):
-    with pytest.raises(ValueError, match="no quantity"):
-        parse_quantity(text)

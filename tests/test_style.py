@@ -16,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 
 # Who may import whom: a module imports only from lines above its own. Modules of one line do not know each other.
 LAYERS = [
+    ["vkcocoon_quantity"],
     ["vkcocoon_probes", "vkcocoon_net", "vkcocoon_status", "vkcocoon_settings", "vkcocoon_logs", "vkcocoon_vmlog"],
     ["vkcocoon_terminal", "vkcocoon_envfile"],
     ["vkcocoon_page", "vkcocoon_signals", "vkcocoon_commands", "vkcocoon_server", "vkcocoon_kube", "vkcocoon_systemd"],
