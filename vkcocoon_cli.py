@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 
 import click
 
-from vkcocoon_inspection import INSPECTIONS, Misconfigured, OneLine, config_lines, strange
-from vkcocoon_settings import SETTINGS, SettingError, Settings
+from vkcocoon_inspection import INSPECTIONS, Misconfigured, OneLine, check_start, config_lines, remarks, strange
+from vkcocoon_settings import SETTINGS, SettingError, Settings, WrongSettings
 
 __all__ = ["cli", "main"]
 
@@ -59,7 +59,7 @@ class _Commands(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except SettingError as error:
+        except (SettingError, WrongSettings) as error:
             raise Misconfigured(str(error)) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click's own ways to end; it closes a broken pipe quietly
@@ -148,8 +148,7 @@ def run(check_config: bool, **flags: str | None) -> None:
       vk-cocoon run --check-config
     """
     given = {name: text for name, text in flags.items() if text}
-    settings = Settings.load(os.environ, given)
-    settings.check_files()
+    settings = Settings.load(os.environ, given, files=True)
     if check_config:
         _show_config(settings, given)
         return
@@ -174,8 +173,9 @@ def run(check_config: bool, **flags: str | None) -> None:
 def _show_config(settings: Settings, flags: dict[str, str]) -> None:
     for line in config_lines(settings, lambda row: Settings.origin(row.name, os.environ, flags)):
         click.echo(line)
-    for stranger, meant in Settings.strangers(os.environ).items():
-        click.echo(f"vk-cocoon: {strange(stranger, meant)}", err=True)
+    for remark in remarks(settings, os.environ):
+        click.echo(f"vk-cocoon: {remark}", err=True)
+    check_start(settings)
 
 
 for _command in (command for commands in INSPECTIONS.values() for command in commands):

@@ -20,15 +20,15 @@ import socket
 import stat
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import gevent
 
 from vkcocoon_certificates import end_of_certificate
 from vkcocoon_commands import CommandError, Execute
-from vkcocoon_host import HostError, node_address
+from vkcocoon_host import HostError, is_own_address, node_address
 from vkcocoon_kube import ApiError, KubeApi, KubeconfigError
 from vkcocoon_net import LeaseFile, LeaseFileError, open_pinger
 from vkcocoon_node import INSTANCE
@@ -65,6 +65,7 @@ TIME_ERROR = 5  # adjtimex: the clock is not synchronized
 TORN_READS = 5
 FULL = 0.9
 COMMAND_S = 30.0
+SKEW_S = 3.0  # between two clocks that are kept; a slow answer is no skew
 RENEWAL = timedelta(days=30)  # of certificates, before their end
 SERVICE = "vk-cocoon.service"
 UNIT = {
@@ -84,6 +85,12 @@ class Finding:
     fix: str = ""
 
 
+class DatedApi(KubeApi, Protocol):
+    """What `vkcocoon_kube.HttpKubeApi` has besides."""
+
+    answered_at: datetime | None
+
+
 Check = Callable[["Site"], Iterator[Finding]]
 
 
@@ -101,10 +108,11 @@ class Site:
     settings: Settings
     clock: Clock
     execute: Execute
-    connect: Callable[[], KubeApi]  # raises KubeconfigError
+    connect: Callable[[], DatedApi]  # raises KubeconfigError
     ask: Callable[[str], Mapping[str, Any]]  # the running daemon's document; raises NoAnswer
     version: str
     env_file: str
+    strangers: Mapping[str, str] = field(default_factory=dict)  # `Settings.strangers`
     proc: str = "/proc"
     dev: str = "/dev"
 
@@ -188,12 +196,9 @@ def _address(site: Site) -> Iterator[Finding]:
     except HostError as error:
         yield Finding("address", FAILED, str(error), "set VK_NODE_IP to the address others reach this host under")
         return
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        try:
-            any_socket.bind((address, 0))
-        except OSError:
-            yield Finding("address", FAILED, f"{address} is no address of this host", "set VK_NODE_IP to one that is")
-            return
+    if not is_own_address(address):
+        yield Finding("address", FAILED, f"{address} is no address of this host", "set VK_NODE_IP to one that is")
+        return
     yield Finding("address", OK, f"the node's address is {address}{'' if wanted else ' (found out)'}")
 
 
@@ -302,6 +307,7 @@ def _cluster(site: Site) -> Iterator[Finding]:
         yield Finding("api-server", FAILED, f"the API server does not answer: {error}", fix)
         return
     yield _server_version(found)
+    yield from _skew(api.answered_at, site.clock.now())
     yield from _rights(api)
     yield from _node(api, site)
 
@@ -313,6 +319,19 @@ def _server_version(found: Mapping[str, Any]) -> Finding:
         oldest = ".".join(map(str, OLDEST_SERVER))
         return Finding("api-server", WARNING, f"API server {text} is older than {oldest}", "upgrade the control plane")
     return Finding("api-server", OK, f"API server {text or 'of unknown version'} is reachable")
+
+
+def _skew(server: datetime | None, now: datetime) -> Iterator[Finding]:
+    """Both clocks against each other; the server's is told in whole seconds."""
+    if server is None:
+        return
+    seconds = (now - server).total_seconds() - 0.5
+    if abs(seconds) > SKEW_S:
+        side = "ahead of" if seconds > 0 else "behind"
+        text = f"this clock is {ago(abs(seconds))} {side} the API server's: ages and certificates are misjudged"
+        yield Finding("clock-skew", WARNING, text, "timedatectl set-ntp true, here or there")
+    else:
+        yield Finding("clock-skew", OK, f"this clock and the API server's agree to {SKEW_S:g} s")
 
 
 def _rights(api: KubeApi) -> Iterator[Finding]:
@@ -380,6 +399,12 @@ def _env_file(site: Site) -> Iterator[Finding]:
         yield Finding("env-file", OK, f"{path} is for its owner only")
 
 
+def _strangers(site: Site) -> Iterator[Finding]:
+    for name, meant in site.strangers.items():
+        fix = f"did you mean {meant}?" if meant else "take it out; docs/configuration.md has all there are"
+        yield Finding("settings", WARNING, f"{name} is no setting of vk-cocoon and is ignored", fix)
+
+
 def _unit(site: Site) -> Iterator[Finding]:
     wanted = ("LoadState", "ActiveState", "WatchdogUSec", *UNIT)
     argv = ["systemctl", "show", SERVICE, *(f"--property={name}" for name in wanted)]
@@ -427,10 +452,9 @@ def _ports(site: Site) -> Iterator[Finding]:
         wanted["VK_STATUS_ADDR"] = settings.status_addr
     for variable, (host, port) in wanted.items():
         try:
-            listen((host, port)).close()
+            listen((host, port), variable).close()
         except CannotListen as error:
-            fix = f"who has it: ss -ltnp 'sport = :{port}'; or set {variable}"
-            yield Finding("ports", FAILED, str(error), fix)
+            yield Finding("ports", FAILED, str(error), f"end what has it, or set {variable}")
         else:
             yield Finding("ports", OK, f"{host}:{port} is free for {variable}")
 
@@ -483,5 +507,5 @@ SECTIONS = (
     Section("leases", (_lease_file, _control_socket), pre=False),
     Section("cocoon", (_cocoon, _root_dir, _macos), pre=False),
     Section("kubernetes", (_kubeconfig, _cluster), pre=False),
-    Section("service", (_env_file, _unit, _daemon, _certificates), pre=False),
+    Section("service", (_env_file, _strangers, _unit, _daemon, _certificates), pre=False),
 )

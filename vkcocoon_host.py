@@ -14,7 +14,7 @@ import struct
 from dataclasses import dataclass, field
 from pathlib import Path
 
-__all__ = ["Host", "HostError", "node_address", "read_host"]
+__all__ = ["Host", "HostError", "is_own_address", "node_address", "read_host"]
 
 SIOCGIFADDR = 0x8915
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
@@ -72,6 +72,16 @@ def node_address(*, proc: str = "/proc") -> str:
     if not address:
         raise HostError("this host has no IPv4 address but loopback: set VK_NODE_IP")
     return address
+
+
+def is_own_address(address: str) -> bool:
+    """Whether this host has that IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        try:
+            any_socket.bind((address, 0))
+        except OSError:
+            return False
+    return True
 
 
 def _text(path: Path) -> str:

@@ -354,7 +354,7 @@ class HubMonitor:
         self._metrics.hub_lag(lag)
         if lag > HUB_LAG_WARNING and now - self._warned_at >= HUB_WARNING_PERIOD:
             self._warned_at = now
-            log.warning("Greenlets run late; something computes for long without waiting", lag_s=round(lag, 3))
+            log.warning("greenlets run late; something computes for long without waiting", lag_s=round(lag, 3))
 
 
 # Server -----------------------------------------------------------------------------------------------------------
@@ -395,11 +395,11 @@ class MetricsServer:
         self._server: BoundedServer | None = None
 
     def start(self) -> None:
-        listener = listen(self.address)
+        listener = listen(self.address, "VK_METRICS_ADDR")
         self.address = listener.getsockname()[:2]
         self._server = BoundedServer(listener, self._answer, clock=self._clock, limits=self._limits)
         self._server.start()
-        log.info("Serving metrics and health", host=self.address[0], port=self.address[1])
+        log.info("serving metrics and health", host=self.address[0], port=self.address[1])
 
     def close(self) -> None:
         """Stops at once; who is just being answered is cut off."""
@@ -421,7 +421,7 @@ class MetricsServer:
         try:
             page: Iterable[bytes] = self._exposition(environ, start_response)
         except Exception:  # protects the scraper from a half-answered request, and us from not hearing of it
-            log.exception("The metrics could not be rendered")
+            log.exception("the metrics could not be rendered")
             return text_answer(environ, start_response, HTTPStatus.INTERNAL_SERVER_ERROR, "see the log")
         return page
 
@@ -443,5 +443,5 @@ def asked(check: Check) -> str:
     try:
         return check.ask()
     except Exception as error:  # protects the other checks' answers
-        log.exception("A health check failed to answer", check=check.name)
+        log.exception("a health check failed to answer", check=check.name)
         return f"cannot tell: {type(error).__name__}: {error}"

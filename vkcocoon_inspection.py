@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from vkcocoon_envfile import DEFAULT_PATH, EnvFileError, Environment, load_environment
-from vkcocoon_settings import SETTINGS, Setting, Settings
+from vkcocoon_settings import SETTINGS, Setting, SettingError, Settings
 from vkcocoon_terminal import Mark, Paint, ago, columns, milliseconds, printable
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vkcocoon_net import Lease, LeaseFile
     from vkcocoon_stages import Stage, Tools
 
-__all__ = ["INSPECTIONS", "Misconfigured", "OneLine", "config_lines", "strange"]
+__all__ = ["INSPECTIONS", "Misconfigured", "OneLine", "check_start", "config_lines", "remarks", "strange"]
 
 MISCONFIGURED = 78
 POD = r"([a-z0-9][a-z0-9-]*/)?[a-z0-9][a-z0-9.-]*"
@@ -41,10 +41,11 @@ AnyFunction = TypeVar("AnyFunction", bound=Callable[..., Any])
 
 
 class OneLine(click.ClickException):
-    """Ends the program with one line on stderr."""
+    """Ends the program with one line on stderr, or one for each thing that is wrong."""
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"vk-cocoon: {self.format_message()}", file=file or sys.stderr)
+        for line in self.format_message().splitlines():
+            click.echo(f"vk-cocoon: {line}", file=file or sys.stderr)
 
 
 class Misconfigured(OneLine):
@@ -95,7 +96,8 @@ def config(env_file: str | None, output: str) -> None:
     """Show each setting, its value and where that comes from.
 
     What the daemon gets from its unit is in the env-file; the environment of this shell wins over it. Secrets are not
-    shown.
+    shown. Exits with 78 when the daemon would, and says why: a value that cannot be right, or a kubeconfig or
+    certificate that cannot be used.
 
     \b
     Examples:
@@ -108,19 +110,59 @@ def config(env_file: str | None, output: str) -> None:
         print_json({row.name: _entry(row, settings, found) for row in SETTINGS})
     elif output == "env":
         for row in SETTINGS:
-            if _origin(row, found) != "default":
-                click.echo(f"{row.env}={_quoted(_shown(row, getattr(settings, row.name)))}")
+            click.echo(_env_line(row, settings, found))
     else:
         for line in config_lines(settings, lambda row: _origin(row, found)):
             click.echo(line)
-    for stranger, meant in Settings.strangers(found.values).items():
-        _say(strange(stranger, meant))
+    for remark in remarks(settings, found.values):
+        _say(remark)
+    Settings.load(found.values, files=True)
+    check_start(settings)
 
 
 def config_lines(settings: Settings, origin: Callable[[Setting], str]) -> list[str]:
     """Each setting in a line: variable, where its value comes from, value."""
     rows = [(row.env, origin(row), _shown(row, getattr(settings, row.name))) for row in SETTINGS]
     return columns(("SETTING", "FROM", "VALUE"), rows)[1:]
+
+
+def _env_line(row: Setting, settings: Settings, found: Environment) -> str:
+    """A line of an env-file; what is not set, or must not be shown, as a comment."""
+    if _origin(row, found) == "default":
+        return f"#{row.env}={row.default}"
+    shown = _quoted(_shown(row, getattr(settings, row.name)))
+    return f"{'#' if row.secret else ''}{row.env}={shown}"
+
+
+def remarks(settings: Settings, environ: Mapping[str, str]) -> Iterator[str]:
+    """What is odd about the settings and may be right all the same."""
+    from vkcocoon_host import is_own_address
+
+    for stranger, meant in Settings.strangers(environ).items():
+        yield strange(stranger, meant)
+    if settings.node_ip and not is_own_address(settings.node_ip):
+        yield f"VK_NODE_IP: {settings.node_ip} is no address of this host; is it where the API server finds it?"
+
+
+def check_start(settings: Settings) -> None:
+    """Ends the program like `run` would when what the settings name is there and cannot be used."""
+    import vkcocoon  # noqa: F401  first: it makes what follows cooperative
+    from vkcocoon_certificates import Certificates
+    from vkcocoon_kube import HttpKubeApi, KubeconfigError
+    from vkcocoon_probes import SystemClock
+
+    wrong = []
+    try:
+        HttpKubeApi(settings.kubeconfig).close()
+    except KubeconfigError as error:
+        wrong.append(f"KUBECONFIG: {' '.join(str(error).split())}")
+    files = settings.tls_cert, settings.tls_key, settings.kubelet_client_ca
+    try:
+        Certificates(*files, names=["localhost"], clock=SystemClock())
+    except SettingError as error:
+        wrong.append(str(error))
+    if wrong:
+        raise Misconfigured("\n".join(wrong))
 
 
 def strange(stranger: str, meant: str) -> str:
@@ -443,7 +485,7 @@ def doctor(pre: bool, strict: bool, env_file: str | None, output: str, color: st
     vkcocoon_logs.configure("critical", "text")  # the findings say it
     paint = Paint(color, sys.stdout, os.environ)
     sections: dict[str, list[Finding]] = {}
-    for section, finding in _findings(loaded(env_file), env_file or DEFAULT_PATH, vkcocoon.__version__, pre=pre):
+    for section, finding in _findings(environment(env_file), env_file or DEFAULT_PATH, vkcocoon.__version__, pre=pre):
         if output == "table":
             for line in _finding_lines(section, finding, paint, first=section not in sections):
                 click.echo(line)
@@ -458,13 +500,14 @@ def doctor(pre: bool, strict: bool, env_file: str | None, output: str, color: st
     sys.exit(NOT_WELL if errors or (strict and warnings) else 0)
 
 
-def _findings(settings: Settings, env_file: str, version: str, *, pre: bool) -> Iterator[tuple[str, Finding]]:
+def _findings(found: Environment, env_file: str, version: str, *, pre: bool) -> Iterator[tuple[str, Finding]]:
     from vkcocoon_commands import CommandRunner
     from vkcocoon_doctor import Site, examine
     from vkcocoon_kube import HttpKubeApi
     from vkcocoon_probes import SystemClock
     from vkcocoon_window import ask
 
+    settings = Settings.load(found.values)
     site = Site(
         settings=settings,
         clock=SystemClock(),
@@ -473,6 +516,7 @@ def _findings(settings: Settings, env_file: str, version: str, *, pre: bool) -> 
         ask=ask,
         version=version,
         env_file=env_file,
+        strangers=Settings.strangers(found.values),
     )
     return examine(site, pre=pre)
 

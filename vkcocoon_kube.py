@@ -22,6 +22,8 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from datetime import datetime
+from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import structlog
@@ -230,6 +232,7 @@ class HttpKubeApi:
         self._call_s = call_s
         self._clock = SystemClock()
         self._client = self._load()
+        self.answered_at: datetime | None = None  # the server's clock at its last answer, whole seconds
 
     def separate(self) -> HttpKubeApi:
         """The same API over connections of its own, for callers that must not wait behind others."""
@@ -336,6 +339,7 @@ class HttpKubeApi:
         response = self._transport(client, request, read_s or self._read_s)
         if not 200 <= response.status <= 299:
             raise _refusal(response)
+        self.answered_at = _date(response.headers.get("Date", ""))
         return response
 
     def _transport(self, client: ApiClient, request: Any, read_s: float) -> Any:
@@ -404,6 +408,13 @@ def _use_cooperative_queues(pools: Any) -> None:
         scheme: type(pool.__name__, (pool,), {"QueueCls": LifoQueue})
         for scheme, pool in pools.pool_classes_by_scheme.items()
     }
+
+
+def _date(header: str) -> datetime | None:
+    try:
+        return parsedate_to_datetime(header)
+    except ValueError:
+        return None
 
 
 def _default_kubeconfig() -> str:

@@ -195,7 +195,7 @@ class Kubelet:
         self._server: BoundedServer | None = None
 
     def start(self) -> None:
-        listener = listen(self.address)
+        listener = listen(self.address, "VK_KUBELET_PORT")
         self.address = listener.getsockname()[:2]
         self._server = BoundedServer(
             listener, self._answer, clock=self._clock, limits=self._limits, tls=self._certificates.context

@@ -16,6 +16,7 @@ its greenlets belong to its pool and end with `close`.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import socket
@@ -64,8 +65,11 @@ class Limits:
     stall_s: float = 900.0  # of a stream; somebody who reads a log in a pager may well pause for some minutes
 
 
-def listen(addr: tuple[str, int]) -> socket.socket:
-    """A listening socket; without a host on every interface, for IPv6 too where there is any. Raises CannotListen."""
+def listen(addr: tuple[str, int], setting: str) -> socket.socket:
+    """A listening socket; without a host on every interface, for IPv6 too where there is any.
+
+    Raises CannotListen, naming the setting where the address comes from.
+    """
     host, port = addr
     try:
         if not host and socket.has_dualstack_ipv6():
@@ -78,7 +82,8 @@ def listen(addr: tuple[str, int]) -> socket.socket:
         shown = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         # The library adds the address to its own text; a name that cannot be resolved has a negative number.
         why = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror
-        raise CannotListen(f"cannot listen on {shown}: {why}") from error
+        taken = f"; who has it: ss -ltnp 'sport = :{port}'" if error.errno == errno.EADDRINUSE else ""
+        raise CannotListen(f"{setting}: cannot listen on {shown}: {why}{taken}") from error
 
 
 def text_answer(

@@ -20,7 +20,7 @@ from gevent.event import Event
 
 from vkcocoon import Ports, __version__
 from vkcocoon_daemon import Daemon
-from vkcocoon_host import node_address
+from vkcocoon_host import is_own_address, node_address
 from vkcocoon_http import HubMonitor, Metrics, MetricsServer
 from vkcocoon_kube import HttpKubeApi
 from vkcocoon_kubelet import Kubelet
@@ -84,6 +84,10 @@ def serve(settings: Settings) -> int:
     # Handlers only set an event: they run in the hub, where nothing may block.
     for number in (signal.SIGTERM, signal.SIGINT):
         gevent.signal_handler(number, asked.set)
+    if not is_own_address(settings.node_ip):
+        log.warning(
+            "VK_NODE_IP is no address of this host: is it where the API server finds it?", address=settings.node_ip
+        )
     log.info("starting", version=__version__, node=settings.node_name, address=settings.node_ip)
     with ExitStack() as opened:
         for room in (server, kubelet, monitor, Signals(ports.clock)):

@@ -4,10 +4,10 @@ The fields of `Settings` are the table. Each carries its environment variable, i
 is allowed), its help and whether it is secret; the flag is the field's name with dashes. A flag wins over the
 environment, the environment over the default, and an empty text counts as unset everywhere.
 
-Values are checked when they are loaded and nowhere else. A value that cannot be right stops the start with one line
-that names the setting, the value and what is allowed (exit code 78, D5); nothing falls back silently to a default,
-because a node that runs with a port or a policy nobody chose is found out only when it hurts. Loading reads no file and
-no clock: what depends on the host is checked by whoever uses it, or by `Settings.check_files`.
+Values are checked when they are loaded and nowhere else. Values that cannot be right stop the start with a line for
+each that names the setting, the value and what is allowed (exit code 78, D5); nothing falls back silently to a
+default, because a node that runs with a port or a policy nobody chose is found out only when it hurts. Loading looks at
+no clock, and at files only when asked to; what else depends on the host is checked by whoever uses it.
 
 vkcocoon_cli builds its options from `SETTINGS` and calls `Settings.load`; everybody else gets a finished `Settings`.
 Tests write `Settings(node_name="n1")`: every field has its default.
@@ -17,6 +17,7 @@ Tests write `Settings(node_name="n1")`: every field has its default.
 
 import difflib
 import ipaddress
+import itertools
 import os
 import re
 import sys
@@ -33,6 +34,7 @@ __all__ = [
     "Setting",
     "SettingError",
     "Settings",
+    "WrongSettings",
     "configuration_page",
     "environment_example",
 ]
@@ -43,8 +45,6 @@ SHOWN_VALUE = 80
 SOCKET_PATH_BYTES = 107
 MIB = 2**20
 READABLE = "a file that exists and can be read"
-# Settings that name files to be read; at their default places there need not be any.
-FILES = ("kubelet_client_ca", "tls_cert", "tls_key")
 
 
 class SettingError(Exception):
@@ -59,6 +59,14 @@ class SettingError(Exception):
         self.setting = setting
         self.value = "" if secret else value
         self.allowed = allowed
+
+
+class WrongSettings(Exception):
+    """Settings that cannot be right: `wrong` are they, and `str()` is a line for each."""
+
+    def __init__(self, wrong: Iterable[SettingError]) -> None:
+        self.wrong = tuple(wrong)
+        super().__init__("\n".join(map(str, self.wrong)))
 
 
 class Address(NamedTuple):
@@ -434,7 +442,7 @@ class Settings:
         "VK_STATUS_SOCKET",
         SOCKET,
         "/run/vk-cocoon/status.sock",
-        "Where vk-cocoon status asks the daemon; only root may.",
+        "Where vk-cocoon status asks the daemon; only root may. Its directory is made if only that is missing.",
         group=SERVICE,
     )
     status_addr: Address | None = _setting(  # noqa: RUF009  a field, as all of them
@@ -456,17 +464,33 @@ class Settings:
     )
 
     @classmethod
-    def load(cls, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> "Settings":
+    def load(
+        cls, environ: Mapping[str, str], flags: Mapping[str, str] | None = None, *, files: bool = False
+    ) -> "Settings":
         """Settings from the environment and the flags given (`flags`: field name to text; flags win, empty is unset).
 
-        Raises SettingError for the first value that cannot be right.
+        Raises WrongSettings for all values that cannot be right; with `files` a file that somebody named and that
+        cannot be read is one of them.
         """
         values: dict[str, Any] = {}
+        wrong: list[SettingError] = []
         for row in SETTINGS:
             text, origin = _written(row, environ, flags or {})
-            if text:
+            if not text:
+                continue
+            try:
                 values[row.name] = row.read(text, origin)
-        return cls(**values)
+            except SettingError as error:
+                wrong.append(error)
+                continue
+            if files and row.name in FILES and text != row.default and not FILES[row.name](text):
+                wrong.append(SettingError(origin, text, READABLE))
+        if not wrong:
+            settings = cls(**values)
+            wrong = [*_taken_twice(settings, environ, flags or {})]
+            if not wrong:
+                return settings
+        raise WrongSettings(wrong)
 
     @staticmethod
     def origin(name: str, environ: Mapping[str, str], flags: Mapping[str, str] | None = None) -> str:
@@ -480,24 +504,43 @@ class Settings:
         A mistyped VK_ variable would otherwise be ignored in silence.
         """
         known = [row.env for row in SETTINGS]
-        suspects = sorted(name for name in environ if name.startswith("VK_") and name not in known)
-        return {name: "".join(difflib.get_close_matches(name, known, n=1, cutoff=0.8)) for name in suspects}
-
-    def check_files(self) -> None:
-        """Checks what can be checked only on the host. Raises SettingError when no kubeconfig named can be read, or a
-        file for the kubelet API that somebody chose."""
-        paths = [os.path.expanduser(path) for path in self.kubeconfig.split(":") if path]
-        # Like kubectl: of several files some may be missing.
-        if paths and not any(_readable(path) for path in paths):
-            raise SettingError("KUBECONFIG", self.kubeconfig, READABLE)
-        for row in SETTINGS:
-            path = getattr(self, row.name)
-            if row.name in FILES and path != row.default and not _readable(path):
-                raise SettingError(row.env, path, READABLE)
+        suspects = sorted(name for name in environ if name.startswith(("VK_", "COCOON_")) and name not in known)
+        meant = {name: "".join(difflib.get_close_matches(name, known, n=1, cutoff=0.8)) for name in suspects}
+        # Cocoon has variables of its own; only one that is nearly ours is suspect.
+        return {name: near for name, near in meant.items() if near or name.startswith("VK_")}
 
 
 def _readable(path: str) -> bool:
+    path = os.path.expanduser(path)
     return os.path.isfile(path) and os.access(path, os.R_OK)
+
+
+def _one_readable(paths: str) -> bool:
+    """Like kubectl: of several files some may be missing."""
+    return any(_readable(path) for path in paths.split(":") if path)
+
+
+# Settings that name files to be read; at their default places there need not be any.
+FILES: dict[str, Callable[[str], bool]] = {
+    "kubeconfig": _one_readable,
+    "kubelet_client_ca": _readable,
+    "tls_cert": _readable,
+    "tls_key": _readable,
+}
+
+
+def _taken_twice(settings: Settings, environ: Mapping[str, str], flags: Mapping[str, str]) -> Iterable[SettingError]:
+    """Ports that are to serve two things, which would fail at each start as if a stranger had them."""
+    rows = {row.name: row for row in SETTINGS}
+    served = {"kubelet_port": Address("", settings.kubelet_port), "metrics_addr": settings.metrics_addr}
+    if settings.status_addr is not None:
+        served["status_addr"] = settings.status_addr
+    for name, other in itertools.combinations(served, 2):
+        one, two = served[name], served[other]
+        if one.port == two.port != 0 and (one.host == two.host or "" in (one.host, two.host)):
+            text, origin = _written(rows[other], environ, flags)
+            allowed = f"a port other than {rows[name].env}'s"
+            yield SettingError(origin if text else rows[other].env, text or rows[other].default, allowed)
 
 
 def _written(row: Setting, environ: Mapping[str, str], flags: Mapping[str, str]) -> tuple[str, str]:
@@ -534,12 +577,12 @@ def configuration_page() -> str:
         "them also a flag. A flag wins over the environment, the environment over the default. An empty value is an",
         "unset one.",
         "",
-        "A value that cannot be right stops the start with exit code 78 and one line that names the setting, the value",
-        "and what is allowed, wherever the value came from. `vk-cocoon config` tells without starting, from the same",
-        "file, and shows where each value comes from; `vk-cocoon run --check-config` does so for its own flags and",
-        "environment and does not look at the file. A variable that starts with `VK_` and is not listed here is",
-        "reported once at start and otherwise ignored. A secret has no flag, because everybody on a host can read",
-        "command lines.",
+        "Values that cannot be right stop the start with exit code 78 and a line for each that names the setting, the",
+        "value and what is allowed, wherever the value came from; so do a kubeconfig and certificates that cannot be",
+        "used. `vk-cocoon config` tells without starting, from the same file, and shows where each value comes from;",
+        "`vk-cocoon run --check-config` does so for its own flags and environment and does not look at the file. A",
+        "variable that starts with `VK_` and is not listed here is reported once at start and otherwise ignored. A",
+        "secret has no flag, because everybody on a host can read command lines.",
     ]
     for group, rows in _groups():
         lines += ["", f"## {group}", ""]

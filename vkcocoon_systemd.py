@@ -77,7 +77,7 @@ class Systemd:
 
     def _pulse(self) -> None:
         if trouble := self._alive():
-            log.error("Not well; the watchdog gets no pulse", trouble=trouble)
+            log.error("not well; the watchdog gets no pulse", trouble=trouble)
             self._send(f"STATUS={trouble}")
         else:
             self._send("WATCHDOG=1", f"STATUS={self._describe()}")

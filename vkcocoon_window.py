@@ -102,7 +102,7 @@ class StatusSocket(_Window):
         try:
             listener = self._listen()
         except OSError as error:
-            raise CannotListen(f"cannot listen on {self._path}: {error.strerror or error}") from error
+            raise CannotListen(f"VK_STATUS_SOCKET: cannot listen on {self._path}: {error.strerror or error}") from error
         self._inode = os.stat(self._path).st_ino
         self._serve(listener)
 
@@ -114,7 +114,8 @@ class StatusSocket(_Window):
                 os.unlink(self._path)
 
     def _listen(self) -> socket.socket:
-        Path(self._path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        # Only the last directory: of a path whose beginning is mistyped nothing should appear.
+        Path(self._path).parent.mkdir(mode=0o700, exist_ok=True)
         self._clear()
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         mask = os.umask(0o177)  # no moment in which others could connect
@@ -132,7 +133,9 @@ class StatusSocket(_Window):
         """Take away what a daemon left behind that did not end by itself."""
         try:
             if not stat.S_ISSOCK(os.lstat(self._path).st_mode):
-                raise CannotListen(f"cannot listen on {self._path}: there is a file that is no socket")
+                raise CannotListen(
+                    f"VK_STATUS_SOCKET: cannot listen on {self._path}: there is a file that is no socket"
+                )
         except FileNotFoundError:
             return
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -145,7 +148,7 @@ class StatusSocket(_Window):
                 return
             except BlockingIOError:  # somebody is there and busy
                 pass
-        raise CannotListen(f"cannot listen on {self._path}: another vk-cocoon answers there")
+        raise CannotListen(f"VK_STATUS_SOCKET: cannot listen on {self._path}: another vk-cocoon answers there")
 
 
 class StatusPage(_Window):
@@ -159,11 +162,11 @@ class StatusPage(_Window):
 
     def start(self) -> None:
         """Raises CannotListen."""
-        listener = listen(self.address)
+        listener = listen(self.address, "VK_STATUS_ADDR")
         self._local = listener.getsockname()[0].startswith(("127.", "::1"))
         self.address = listener.getsockname()[:2]
         self._serve(listener)
-        log.info("Serving the status page", host=self.address[0], port=self.address[1])
+        log.info("serving the status page", host=self.address[0], port=self.address[1])
 
     def _known(self, host: str) -> bool:
         """A page on loopback is for this host: a name that leads here by somebody's DNS is no way in."""

@@ -33,6 +33,16 @@ def invoke(monkeypatch):
     return run
 
 
+@pytest.fixture
+def kubeconfig(tmp_path):
+    """The path of one that can be used."""
+    cluster = {"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}
+    context = {"name": "c", "context": {"cluster": "c"}}
+    path = tmp_path / "kubeconfig"
+    path.write_text(json.dumps({"clusters": [cluster], "contexts": [context], "current-context": "c"}))
+    return str(path)
+
+
 def process(*arguments: str, path=(), environ=None, code="import vkcocoon_cli; vkcocoon_cli.main()"):
     """Runs the program in a process of its own, with `path` in front of what can be imported."""
     clean = {name: value for name, value in os.environ.items() if name not in {row.env for row in SETTINGS}}
@@ -137,18 +147,37 @@ class TestSettings:
             "vk-cocoon: VK_RESERVE_PERCENT: '120' is not possible; allowed: a whole number from 0 to 100\n"
         )
 
+    def test_every_setting_that_is_wrong_is_named_in_a_line_of_its_own(self, invoke):
+        result = invoke("run", "--kubelet-port", "0", VK_NODE_NAME="A", VK_LOG_LEVEL="loud")
+        assert result.exit_code == 78
+        named = [line.split(": ")[:2] for line in result.stderr.splitlines()]
+        assert named == [["vk-cocoon", name] for name in ("VK_NODE_NAME", "--kubelet-port", "VK_LOG_LEVEL")]
+
     def test_a_registry_stops_the_start(self, invoke):
         result = invoke("run", OCI_REGISTRY="registry.example")
         assert result.exit_code == 78
         assert "registries are not supported yet" in result.stderr
 
     def test_a_kubeconfig_that_is_not_there_is_78(self, invoke, tmp_path):
-        assert invoke("run", "--check-config", KUBECONFIG=str(tmp_path / "none")).exit_code == 78
+        result = invoke("run", "--check-config", KUBECONFIG=str(tmp_path / "none"))
+        assert result.exit_code == 78
+        assert result.stderr.startswith("vk-cocoon: KUBECONFIG: ")
 
-    def test_check_config_shows_each_value_and_where_it_comes_from(self, invoke):
-        result = invoke(
-            "run", "--check-config", "--log-level", "debug", VK_NODE_NAME="rack1", COCOON_MACOS_VNC_PASSWORD="hunter2"
-        )
+    def test_where_run_would_find_no_kubeconfig_check_config_says_so(self, invoke, tmp_path):
+        result = invoke("run", "--check-config", HOME=str(tmp_path))
+        assert result.exit_code == 78
+        assert result.stderr.startswith("vk-cocoon: KUBECONFIG: no kubeconfig is set, ~/.kube/config is not there")
+
+    def test_all_files_that_cannot_be_used_are_named(self, invoke, tmp_path):
+        (tmp_path / "junk").write_text("clusters: [")
+        junk = str(tmp_path / "junk")
+        result = invoke("run", "--check-config", KUBECONFIG=junk, VK_TLS_CERT=junk, VK_TLS_KEY=junk)
+        assert result.exit_code == 78
+        assert [line.split(": ")[1] for line in result.stderr.splitlines()] == ["KUBECONFIG", "VK_TLS_KEY"]
+
+    def test_check_config_shows_each_value_and_where_it_comes_from(self, invoke, kubeconfig):
+        flags = ("--log-level", "debug", "--kubeconfig", kubeconfig)
+        result = invoke("run", "--check-config", *flags, VK_NODE_NAME="rack1", COCOON_MACOS_VNC_PASSWORD="hunter2")
         assert result.exit_code == 0
         rows = {line.split()[0]: line.split()[1:] for line in result.stdout.splitlines()}
         assert list(rows) == [row.env for row in SETTINGS]
@@ -158,8 +187,15 @@ class TestSettings:
         assert rows["COCOON_MACOS_VNC_PASSWORD"] == ["COCOON_MACOS_VNC_PASSWORD", "(secret)"]
         assert "hunter2" not in result.output
 
-    def test_check_config_reports_a_variable_that_is_no_setting(self, invoke):
-        result = invoke("run", "--check-config", VK_NODE_NMAE="rack1")
+    def test_check_config_remarks_on_an_address_this_host_does_not_have(self, invoke, kubeconfig):
+        result = invoke("run", "--check-config", KUBECONFIG=kubeconfig, VK_NODE_IP="192.0.2.1")
+        assert result.exit_code == 0
+        assert result.stderr == (
+            "vk-cocoon: VK_NODE_IP: 192.0.2.1 is no address of this host; is it where the API server finds it?\n"
+        )
+
+    def test_check_config_reports_a_variable_that_is_no_setting(self, invoke, kubeconfig):
+        result = invoke("run", "--check-config", VK_NODE_NMAE="rack1", KUBECONFIG=kubeconfig)
         assert result.exit_code == 0
         assert result.stderr == (
             "vk-cocoon: VK_NODE_NMAE is no setting of vk-cocoon and is ignored; did you mean VK_NODE_NAME?\n"
@@ -232,7 +268,7 @@ def provider(tmp_path):
 
 @pytest.mark.process
 class TestProcess:
-    @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], ["run", "--check-config"], []])
+    @pytest.mark.parametrize("arguments", [["--help"], ["--version"], ["run", "--help"], []])
     def test_quick_answers_load_nothing_heavy(self, arguments):
         heavy = ["gevent", "kubernetes", "paramiko", "rich", "structlog", "prometheus_client", "ssl", "simulator"]
         code = f"""
@@ -313,7 +349,7 @@ reader, writer = os.pipe()
 os.close(reader)
 os.dup2(writer, 1)
 import vkcocoon_cli
-vkcocoon_cli.main(["run", "--check-config"])
+vkcocoon_cli.main(["run", "--help"])
 """
         ended = process(code=code)
         assert (ended.returncode, ended.stderr) == (1, "")

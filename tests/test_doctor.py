@@ -44,9 +44,10 @@ DOCUMENT = {"version": "1.2.3", "uptime_seconds": 61.0, "checks": [], "pods": [{
 class Door:
     """The fake cluster, which in process knows no /version."""
 
-    def __init__(self, kube, version):
+    def __init__(self, kube, version, ahead):
         self.kube = kube
         self.version = version
+        self.answered_at = CLOCK.now().replace(microsecond=0) + timedelta(seconds=ahead)
 
     def get(self, path):
         if path != "/version":
@@ -65,6 +66,8 @@ class Patient:
         self.home = home
         self.kube = FakeKube(CLOCK)
         self.server = "v1.37.2"
+        self.server_ahead = 0.0
+        self.strangers = {}
         self.unit = dict(LOADED)
         self.vms = "[]"
         self.document = dict(DOCUMENT)
@@ -108,7 +111,7 @@ class Patient:
     def connect(self):
         if self.kube is None:
             raise KubeconfigError("no kubeconfig")
-        return Door(self.kube, self.server)
+        return Door(self.kube, self.server, self.server_ahead)
 
     def ask(self, path):
         if self.document is None:
@@ -124,6 +127,7 @@ class Patient:
             ask=self.ask,
             version="1.2.3",
             env_file=self.env_file,
+            strangers=self.strangers,
             dev=str(self.home / "dev"),
         )
 
@@ -268,6 +272,20 @@ class TestIllness:
         patient.server = version
         assert patient.one("api-server").mark is mark
 
+    @pytest.mark.parametrize(
+        ("ahead", "mark", "word"),
+        [(0.0, OK, "agree"), (-2.0, OK, "agree"), (30.0, WARNING, "behind"), (-30.0, WARNING, "ahead of")],
+    )
+    def test_a_clock_that_differs_from_the_servers_is_a_warning(self, patient, ahead, mark, word):
+        patient.server_ahead = ahead
+        finding = patient.one("clock-skew")
+        assert (finding.mark, word in finding.text) == (mark, True)
+
+    def test_a_variable_that_is_nearly_a_setting_is_told_with_the_one_that_was_meant(self, patient):
+        patient.strangers = {"VK_LEASE_PATH": "VK_LEASES_PATH"}
+        finding = patient.one("settings")
+        assert (finding.mark, finding.fix) == (WARNING, "did you mean VK_LEASES_PATH?")
+
     def test_an_api_server_that_is_away_is_one_error_and_no_more(self, patient):
         patient.kube.down = True
         found = [finding for section, finding in examine(patient.site()) if section == "kubernetes"]
@@ -324,7 +342,9 @@ class TestIllness:
             patient.settings |= {"kubelet_port": port, "metrics_addr": Address("127.0.0.1", taken)}
             kubelet, metrics = patient.findings("ports")
         assert (kubelet.mark, metrics.mark) == (OK, FAILED)
-        assert metrics.fix == f"who has it: ss -ltnp 'sport = :{taken}'; or set VK_METRICS_ADDR"
+        assert metrics.text.startswith("VK_METRICS_ADDR: ")
+        assert metrics.text.endswith(f"who has it: ss -ltnp 'sport = :{taken}'")
+        assert metrics.fix == "end what has it, or set VK_METRICS_ADDR"
 
     @pytest.mark.parametrize(("days", "mark"), [(-1, FAILED), (10, WARNING), (31, OK)])
     def test_a_certificate_is_renewed_in_time(self, patient, days, mark):

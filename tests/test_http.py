@@ -307,12 +307,15 @@ class TestListening:
         host, port = serve().address
         with pytest.raises(CannotListen) as caught:
             MetricsServer((host, port), Metrics("1")).start()
-        assert str(caught.value) == f"cannot listen on 127.0.0.1:{port}: Address already in use"
+        assert str(caught.value) == (
+            f"VK_METRICS_ADDR: cannot listen on 127.0.0.1:{port}: Address already in use;"
+            f" who has it: ss -ltnp 'sport = :{port}'"
+        )
 
     def test_an_address_of_another_host_is_one_clear_line(self):
         with pytest.raises(CannotListen) as caught:
             MetricsServer(("192.0.2.1", 0), Metrics("1")).start()
-        assert str(caught.value) == "cannot listen on 192.0.2.1:0: Cannot assign requested address"
+        assert str(caught.value) == "VK_METRICS_ADDR: cannot listen on 192.0.2.1:0: Cannot assign requested address"
 
     def test_without_a_host_every_interface_answers(self):
         server = MetricsServer(("", 0), Metrics("1"))

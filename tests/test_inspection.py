@@ -110,6 +110,43 @@ class TestEnvFile:
 
 
 class TestConfig:
+    @pytest.fixture(autouse=True)
+    def kubeconfig(self, monkeypatch, tmp_path):
+        """One that can be used, at the usual place."""
+        (tmp_path / ".kube").mkdir()
+        cluster = {"name": "c", "cluster": {"server": "https://127.0.0.1:1"}}
+        context = {"name": "c", "context": {"cluster": "c"}}
+        text = json.dumps({"clusters": [cluster], "contexts": [context], "current-context": "c"})
+        (tmp_path / ".kube" / "config").write_text(text)
+        monkeypatch.setenv("HOME", str(tmp_path))
+        return tmp_path / ".kube" / "config"
+
+    @pytest.mark.parametrize("form", ["table", "env", "json"])
+    def test_what_would_stop_the_start_is_said_after_the_table_and_ends_with_78(self, invoke, kubeconfig, form):
+        assert invoke("config", "-o", form).exit_code == 0
+        kubeconfig.write_text("clusters: [")
+        result = invoke("config", "-o", form)
+        assert result.exit_code == 78
+        assert "VK_NODE_NAME" in result.stdout
+        assert result.stderr.startswith("vk-cocoon: KUBECONFIG: ")
+        result = invoke("config", "-o", form, KUBECONFIG="/none", VK_KUBELET_CLIENT_CA="/none")
+        assert [line.split(": ")[1] for line in result.stderr.splitlines()] == ["KUBECONFIG", "VK_KUBELET_CLIENT_CA"]
+
+    def test_as_env_what_is_not_set_is_a_comment_and_a_secret_too(self, invoke):
+        lines = invoke("config", "-o", "env", VK_NODE_NAME="rack1", COCOON_MACOS_VNC_PASSWORD="hunter2").stdout
+        assert len(lines.splitlines()) == len(SETTINGS)
+        assert [line for line in lines.splitlines() if not line.startswith("#")] == ["VK_NODE_NAME=rack1"]
+        assert "#VK_NODE_PODS=256\n" in lines
+        assert "#COCOON_MACOS_VNC_PASSWORD=(secret)\n" in lines
+
+    def test_what_is_odd_is_remarked_on(self, invoke):
+        result = invoke("config", VK_LEASE_PATH="/x", VK_NODE_IP="192.0.2.1")
+        assert result.exit_code == 0
+        assert result.stderr.splitlines() == [
+            "vk-cocoon: VK_LEASE_PATH is no setting of vk-cocoon and is ignored; did you mean VK_LEASES_PATH?",
+            "vk-cocoon: VK_NODE_IP: 192.0.2.1 is no address of this host; is it where the API server finds it?",
+        ]
+
     def test_each_value_is_shown_with_its_origin_and_no_secret(self, invoke, tmp_path):
         file = tmp_path / "e"
         file.write_text("VK_NODE_NAME=rack1\nCOCOON_MACOS_VNC_PASSWORD=hunter2\n")

@@ -93,7 +93,7 @@ def site(tmp_path):
     site.world.close()
 
 
-METRICS, PAGE = "Serving metrics and health", "Serving the status page"
+METRICS, PAGE = "serving metrics and health", "serving the status page"
 
 
 class TestDoors:
@@ -136,11 +136,19 @@ class TestDoors:
         assert site.get(METRICS, "/healthz")[0] == 200
 
 
+def waited_s(pid):
+    """How long the process could have run and had no CPU to run on: other people's time."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
 class TestSpeed:
     def test_an_empty_node_is_ready_within_3_s_and_gone_within_10(self, site):
+        """On a busy machine, what is spent waiting for it does not count; `python -m tests.bench startup` counts it."""
+        before = waited_s("self")
         site.start()
         until(site.node_ready)
-        assert CLOCK.monotonic() - site.began < 3.0
+        took = CLOCK.monotonic() - site.began
+        assert took - waited_s(site.world.daemon.pid) - (waited_s("self") - before) < 3.0
         began = CLOCK.monotonic()
         site.world.daemon.stop()
         assert CLOCK.monotonic() - began < 10.0

@@ -15,6 +15,7 @@ from vkcocoon_settings import (
     Setting,
     SettingError,
     Settings,
+    WrongSettings,
     configuration_page,
     environment_example,
 )
@@ -277,32 +278,75 @@ class TestValues:
     @pytest.mark.parametrize(("name", "text"), WRONG)
     def test_what_cannot_be_right_is_refused_wherever_it_stands(self, name, text):
         row = BY_NAME[name]
-        with pytest.raises(SettingError) as from_environment:
+        with pytest.raises(WrongSettings) as from_environment:
             Settings.load({row.env: text})
         assert str(from_environment.value).startswith(f"{row.env}: ")
         if row.flag:
-            with pytest.raises(SettingError) as from_flag:
+            with pytest.raises(WrongSettings) as from_flag:
                 Settings.load({}, {name: text})
             assert str(from_flag.value).startswith(f"{row.flag}: ")
 
     def test_the_error_is_one_line_with_the_setting_the_value_and_what_is_allowed(self):
-        with pytest.raises(SettingError) as caught:
+        with pytest.raises(WrongSettings) as caught:
             Settings.load({"VK_KUBELET_PORT": "10250\n10251"})
         assert str(caught.value) == (
             "VK_KUBELET_PORT: '10250\\n10251' is not possible; allowed: a port from 1 to 65535"
         )
-        assert (caught.value.setting, caught.value.allowed) == ("VK_KUBELET_PORT", "a port from 1 to 65535")
+        (wrong,) = caught.value.wrong
+        assert (wrong.setting, wrong.allowed) == ("VK_KUBELET_PORT", "a port from 1 to 65535")
+
+    def test_all_that_is_wrong_is_named_at_once_each_as_it_was_written(self, tmp_path):
+        environ = {
+            "VK_KUBELET_PORT": "0",
+            "VK_LOG_LEVEL": "loud",
+            "VK_TLS_CERT": str(tmp_path / "none"),
+            "KUBECONFIG": "/",
+        }
+        with pytest.raises(WrongSettings) as caught:
+            Settings.load(environ, {"node_name": "A"}, files=True)
+        lines = str(caught.value).splitlines()
+        assert [line.partition(":")[0] for line in lines] == [
+            "KUBECONFIG",
+            "--node-name",
+            "VK_KUBELET_PORT",
+            "VK_TLS_CERT",
+            "VK_LOG_LEVEL",
+        ]
+
+    @pytest.mark.parametrize(
+        ("environ", "setting"),
+        [
+            ({"VK_METRICS_ADDR": ":10250"}, "VK_METRICS_ADDR"),
+            ({"VK_KUBELET_PORT": "9091"}, "VK_METRICS_ADDR"),
+            ({"VK_STATUS_ADDR": "127.0.0.1:9091"}, "VK_STATUS_ADDR"),
+            ({"VK_METRICS_ADDR": "127.0.0.1:9092"}, "VK_STATUS_ADDR"),
+        ],
+    )
+    def test_one_port_for_two_things_cannot_be_right(self, environ, setting):
+        with pytest.raises(WrongSettings, match=f"^{setting}: .* allowed: a port other than VK_"):
+            Settings.load(environ)
+
+    @pytest.mark.parametrize(
+        "environ",
+        [
+            {"VK_METRICS_ADDR": "10.0.0.1:9092"},
+            {"VK_METRICS_ADDR": ":0", "VK_STATUS_ADDR": ":0"},
+            {"VK_METRICS_ADDR": "127.0.0.1:9092", "VK_STATUS_ADDR": "off"},
+        ],
+    )
+    def test_ports_of_different_addresses_and_free_ones_are_not_the_same(self, environ):
+        Settings.load(environ)
 
     def test_a_very_long_value_is_cut_in_the_error(self):
-        with pytest.raises(SettingError) as caught:
+        with pytest.raises(WrongSettings) as caught:
             load("node_name", "x" * 10_000)
         assert len(str(caught.value)) < 300
 
     def test_a_wrong_secret_is_not_repeated(self):
-        with pytest.raises(SettingError) as caught:
+        with pytest.raises(WrongSettings) as caught:
             load("macos_vnc_password", "hunter2 hunter2")
         assert "hunter2" not in str(caught.value)
-        assert "hunter2" not in repr(vars(caught.value))
+        assert "hunter2" not in repr([vars(wrong) for wrong in caught.value.wrong])
 
     @given(text=st.text(min_size=1))
     def test_any_text_is_either_read_or_refused(self, text):
@@ -325,6 +369,13 @@ class TestStrangers:
     def test_a_mistyped_variable_is_reported_with_the_one_that_was_meant(self):
         assert Settings.strangers({"VK_NODE_NMAE": "x"}) == {"VK_NODE_NMAE": "VK_NODE_NAME"}
 
+    def test_one_letter_less_is_enough(self):
+        assert Settings.strangers({"VK_LEASE_PATH": "/x"}) == {"VK_LEASE_PATH": "VK_LEASES_PATH"}
+
+    def test_of_cocoons_own_variables_only_those_nearly_ours_are_strangers(self):
+        found = Settings.strangers({"COCOON_ROOTDIR": "/x", "COCOON_LOG": "debug", "COCOON_ROOT_DIR": "/y"})
+        assert found == {"COCOON_ROOTDIR": "COCOON_ROOT_DIR"}
+
     def test_a_variable_nothing_resembles_is_reported_alone(self):
         assert Settings.strangers({"VK_SHOE_SIZE": "44"}) == {"VK_SHOE_SIZE": ""}
 
@@ -334,21 +385,26 @@ class TestStrangers:
 
 class TestFiles:
     def test_without_a_kubeconfig_nothing_is_looked_for(self):
-        Settings().check_files()
+        Settings.load({}, files=True)
 
     def test_a_kubeconfig_that_is_there_is_fine(self, tmp_path):
         (tmp_path / "config").write_text("{}")
-        Settings(kubeconfig=str(tmp_path / "config")).check_files()
+        Settings.load({"KUBECONFIG": str(tmp_path / "config")}, files=True)
 
     def test_of_several_kubeconfigs_one_must_be_there(self, tmp_path):
         (tmp_path / "config").write_text("{}")
-        Settings(kubeconfig=f"{tmp_path / 'missing'}:{tmp_path / 'config'}").check_files()
+        Settings.load({"KUBECONFIG": f"{tmp_path / 'missing'}:{tmp_path / 'config'}"}, files=True)
 
-    @pytest.mark.parametrize("name", ["missing", ""])
-    def test_a_kubeconfig_that_is_missing_or_a_directory_cannot_be_right(self, tmp_path, name):
-        path = str(tmp_path / name)
-        with pytest.raises(SettingError, match=r"KUBECONFIG: .* allowed: a file that exists and can be read"):
-            Settings(kubeconfig=path).check_files()
+    @pytest.mark.parametrize("name", ["kubeconfig", "kubelet_client_ca", "tls_cert", "tls_key"])
+    @pytest.mark.parametrize("file", ["missing", ""])
+    def test_one_that_is_missing_or_a_directory_cannot_be_right_wherever_it_is_named(self, tmp_path, name, file):
+        row, path = BY_NAME[name], str(tmp_path / file)
+        for environ, flags, written in (({row.env: path}, {}, row.env), ({}, {name: path}, row.flag)):
+            with pytest.raises(WrongSettings, match=f"^{written}: .* allowed: a file that exists and can be read$"):
+                Settings.load(environ, flags, files=True)
+
+    def test_files_are_not_looked_at_by_somebody_who_only_asks_the_daemon(self):
+        Settings.load({"KUBECONFIG": "/none"})
 
 
 class TestPages:

@@ -188,6 +188,24 @@ class TestModules:
         assert not re.search(r"(^|_)(utils?|helpers?|common|base|misc)$", path.stem)
 
 
+LOGS = {"debug", "info", "warning", "error", "exception", "critical"}
+
+
+class TestLogLines:
+    @pytest.mark.parametrize("path", CODE, ids=shown)
+    def test_a_message_begins_small_and_ends_without_a_stop(self, path):
+        """One style, so that lines of different modules read as one log; names such as VM and VK_NODE_IP stay."""
+        for node in ast.walk(parsed(path)):
+            called = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func
+            if not called or called.attr not in LOGS or ast.unparse(called.value) != "log":
+                continue
+            first = node.args[0] if node.args else None
+            if isinstance(first, ast.Constant) and isinstance(first.value, str):
+                where = f"{shown(path)}:{node.lineno}: {first.value!r}"
+                assert not re.match(r"[A-Z][a-z]", first.value), where
+                assert not first.value.endswith("."), where
+
+
 class TestBans:
     def test_a_lifted_ban_stands_where_it_may_and_says_why(self):
         for path in [*CODE, *TESTS]:

@@ -123,7 +123,12 @@ class TestSocket:
         path = str(tmp_path / "file" / "run" / "status.sock")
         with pytest.raises(CannotListen) as caught:
             sock(path).start()
-        assert str(caught.value) == f"cannot listen on {path}: Not a directory"
+        assert str(caught.value) == f"VK_STATUS_SOCKET: cannot listen on {path}: Not a directory"
+
+    def test_only_the_last_directory_is_made_so_that_a_mistyped_path_leaves_nothing(self, tmp_path):
+        with pytest.raises(CannotListen, match=r"VK_STATUS_SOCKET: .*: No such file or directory"):
+            sock(str(tmp_path / "rnu" / "vk-cocoon" / "status.sock")).start()
+        assert not (tmp_path / "rnu").exists()
 
     def test_closing_takes_its_file_away_but_not_its_successors(self, opened, path):
         first = opened(sock(path))
@@ -226,5 +231,8 @@ class TestPage:
 
     def test_a_port_that_is_taken_is_one_clear_line(self, opened):
         window = opened(page())
-        with pytest.raises(CannotListen, match="Address already in use"):
+        taken = (
+            f"VK_STATUS_ADDR: cannot listen on 127.0.0.1:{window.address[1]}: Address already in use; who has it: ss "
+        )
+        with pytest.raises(CannotListen, match=taken):
             page(addr=window.address).start()
