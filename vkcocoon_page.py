@@ -49,6 +49,19 @@ td.mono, code { font-family: ui-monospace, monospace; font-size: .86rem; white-s
 .why { min-width: 16rem; }
 svg { display: block; } .up { fill: var(--good); } .down { fill: var(--bad); } .span { fill: var(--none); }
 footer { margin-top: 1.5rem; font-size: .82rem; }
+@media (max-width: 44rem) {
+  body { padding: 1rem; }
+  thead { display: none; }
+  table, tbody { display: block; }
+  tr { display: grid; grid-template-columns: 1fr 1fr; gap: .5rem 1rem; padding: .7rem 0;
+    border-bottom: 1px solid var(--line); }
+  td { padding: 0; border: 0; min-width: 0; overflow-wrap: anywhere; }
+  td:nth-child(2) { text-align: right; }
+  td.why { grid-column: 1 / -1; min-width: 0; }
+  svg { max-width: 100%; }
+  td[data-head]::before { content: attr(data-head); display: block; color: var(--dim);
+    font: .82rem/1.45 system-ui, sans-serif; }
+}
 """
 
 
@@ -113,9 +126,9 @@ def _row(pod: Entry, now: datetime) -> str:
         f"<td>{_named(pod)}</td>",
         f"<td>{_state(pod, now)}</td>",
         f'<td class="why">{_why(pod)}</td>',
-        f'<td class="mono">{escape(pod["ip"]) or DASH}</td>',
-        f"<td>{_probe(pod)}</td>",
-        f"<td>{escape(pod['lifecycle']) or DASH}{_restarts(pod)}</td>",
+        f'<td class="mono" data-head="Address">{escape(pod["ip"]) or DASH}</td>',
+        f'<td data-head="Probe">{_probe(pod)}</td>',
+        f'<td data-head="Lifecycle">{escape(pod["lifecycle"]) or DASH}{_restarts(pod)}</td>',
         f"<td>{sparkline(pod, now)}</td>",
     ]
     return f"<tr>{''.join(cells)}</tr>"

@@ -1,6 +1,8 @@
 """Every metric is really fed, in the daemon as it runs; the exposition parses strictly; alerts name what exists."""
 
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import gevent.pool
@@ -328,7 +330,20 @@ class TestAlerts:
         assert rule["labels"]["severity"] in ("warning", "critical")
         assert set(rule["annotations"]) == {"summary", "action"}
         assert rule["expr"].count("(") == rule["expr"].count(")")
-        assert "instance" in rule["annotations"]["summary"] or "absent" in rule["expr"]
+        assert "{{ $labels.instance }}" in rule["annotations"]["summary"]
+
+    @pytest.mark.process
+    @pytest.mark.skipif(not shutil.which("promtool"), reason="promtool is not installed")
+    def test_each_fires_where_it_must_and_nowhere_else(self):
+        for words in (["check", "rules", "packaging/alerts.yml"], ["test", "rules", "tests/alerts_test.yml"]):
+            ended = subprocess.run(["promtool", *words], cwd=ROOT, capture_output=True, text=True, check=False)
+            assert ended.returncode == 0, ended.stdout + ended.stderr
+
+    @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
+    def test_each_is_tried_both_ways(self, rule):
+        tests = yaml.safe_load((ROOT / "tests" / "alerts_test.yml").read_text())["tests"]
+        tried = [case for test in tests for case in test["alert_rule_test"] if case["alertname"] == rule["alert"]]
+        assert {bool(case["exp_alerts"]) for case in tried} == {True, False}
 
     @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule["alert"])
     def test_each_speaks_of_metrics_and_labels_that_exist(self, rule):

@@ -311,7 +311,10 @@ class TestInABrowser:
         assert "builder-0" in ended.stdout
         assert "CONSOLE" not in ended.stderr
 
-    def test_it_fits_a_phone(self, browse, tmp_path):
+    def test_on_a_phone_nothing_is_beyond_the_edge(self, browse, tmp_path):
         target = tmp_path / "phone.png"
-        browse(self.FOUND, f"--screenshot={target}", "--window-size=500,900")
-        assert pixels(target.read_bytes())[2][BAD] > 20
+        browse(self.FOUND, f"--screenshot={target}", "--window-size=500,1300")
+        counts = pixels(target.read_bytes())[2]
+        assert counts[BAD] > 20
+        # The sparklines come last in each row, and two of them are full.
+        assert counts[GOOD] > 2 * 180 * 20
