@@ -79,6 +79,7 @@ class Hibernation:
             self.lift_failure(entry)
             if entry.hibernated:
                 self._wake(entry)
+            self._restore_network(entry)
 
     def recognized(self, entry: TrackedPod) -> bool:
         """Is the pod, which has no VM and wants none, hibernated on this host? Waking it first would be for nothing."""
@@ -181,6 +182,22 @@ class Hibernation:
             entry.ip = record.static_ip
             spawn(self._work.group, f"renew {entry.key}", self._setup.renew, vm.id)
 
+    def _restore_network(self, entry: TrackedPod) -> None:
+        """A Windows guest that runs on without a network card: a hibernate took it, and was interrupted before it could
+        be taken back."""
+        vm = entry.vm
+        if vm is None or not _is_windows(entry, vm) or vm.nics:
+            return
+        with self._work.locks.held(entry.spec.vm_name):
+            record = self._runtime.inspect(vm.id)
+            if record.running and not record.nics:
+                self._runtime.nics(vm.id, 1)
+                record = self._runtime.inspect(vm.id)
+        if self._pods.holds(entry, vm.id) and record.nics:
+            entry.has(record)
+            log.warning("VM has a network card again", pod=entry.key, vm=vm.id)
+            spawn(self._work.group, f"renew {entry.key}", self._setup.renew, vm.id)
+
     def _removed(self, entry: TrackedPod, vm: VM) -> None:
         """The VM is saved and gone."""
         if not self._pods.holds(entry, vm.id):
@@ -244,12 +261,15 @@ class Hibernation:
         if vm is None or failed.state is not IntentState.FAILED or not failed.message.startswith("hibernate: "):
             return
         try:
-            running = self._runtime.inspect(vm.id).running
+            record = self._runtime.inspect(vm.id)
         except VMNotFound:
             if entry.saved != vm.id:
                 raise
             self._removed(entry, vm)
             return
+        running = record.running
+        if running and self._pods.holds(entry, vm.id):
+            entry.has(record)  # it may have lost its network card
         if not running and entry.saved == vm.id:
             # Nobody else restarts a VM that was saved: it may be on its way out.
             with self._work.locks.held(entry.spec.vm_name):

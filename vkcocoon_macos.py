@@ -42,6 +42,7 @@ class _Guest:
     name: str
     pause: float = FIRST_PAUSE
     next_at: float = 0.0  # monotonic; 0 = never tried
+    due: str = ""  # the same for people, worked out once: two clocks are never read in one instant (P7)
     inspect_at: float = 0.0
     working: bool = False
     forgotten: bool = False
@@ -122,16 +123,14 @@ class QemuKeeper:
         now = self._clock.monotonic()
         if not guest.working and now >= guest.next_at and owner.wanted():
             guest.next_at = now + guest.pause
+            guest.due = format_time(self._clock.now() + timedelta(seconds=guest.pause))
             guest.pause = min(guest.pause * 2, LONGEST_PAUSE)
             self._work(guest, "restart", self._restart, guest, owner)
         if guest.working:
             return ProbeResult(False, Reason.QEMU_RESTARTING, f"qemu of {vm.name} is gone; restarting it in place")
         if not owner.wanted():
             return ProbeResult(False, Reason.QEMU_DEAD, f"qemu of {vm.name} is gone; its lifecycle forbids a restart")
-        due = self._clock.now() + timedelta(seconds=guest.next_at - now)
-        return ProbeResult(
-            False, Reason.QEMU_DEAD, f"qemu of {vm.name} is gone; next restart not before {format_time(due)}"
-        )
+        return ProbeResult(False, Reason.QEMU_DEAD, f"qemu of {vm.name} is gone; next restart not before {guest.due}")
 
     def _work(self, guest: _Guest, verb: str, function: Callable[..., None], *args: object) -> None:
         guest.working = True

@@ -139,7 +139,9 @@ class Readiness:
         except LeaseFileError as error:
             return ProbeResult(False, Reason.LEASE_FILE_UNREADABLE, str(error))
         if not ip:
-            conflict = self._leases.conflict(vm.mac, self._work.clock.now()) if vm.mac else ""
+            if not vm.mac:
+                return ProbeResult(False, Reason.WAITING_FOR_LEASE, f"VM {vm.name} has no network card")
+            conflict = self._leases.conflict(vm.mac, self._work.clock.now())
             return ProbeResult(False, Reason.WAITING_FOR_LEASE, conflict or f"waiting for DHCP lease of {vm.mac}")
         if (holder := self._publication.holder(entry, ip)) is not None:
             return self._publication.conflict(ip, holder)

@@ -6,12 +6,15 @@ back costs the pool one entry for a day and never a deletion.
 
 A VM that is no more cannot be asked for its MACs. So they stand on its pod, from the moment it has the VM until the
 leases are given back: whoever finishes an interrupted removal finds them there, and believes them only when no VM has
-them any more.
+them any more. A VM that its pod was never bound to is not removed before the pod shows them.
+
+A command of an earlier life may still be making a VM that nobody wants any more, and of which there is no trace yet.
+Names of such VMs are expected for a while; what comes under one of them goes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from contextlib import suppress
 
 import structlog
@@ -22,10 +25,18 @@ from vkcocoon_ports import Workplace
 from vkcocoon_probes import spawn
 from vkcocoon_snapshots import Snapshots, fork_name, latest_name
 from vkcocoon_spec import SpecError
-from vkcocoon_tracking import TrackedPod, dhcp_macs
-from vkcocoon_vms import VM, CommandError, VMNotFound
+from vkcocoon_tracking import Pod, TrackedPod, dhcp_macs
+from vkcocoon_vms import POWER_S, VM, CommandError, SnapshotInUse, VMNotFound
 
 __all__ = ["Removal"]
+
+TELL_FIRST = 2.0  # seconds for the API to show MACs; without an API the removal goes on
+TELL_POLL = 0.05
+EARLIER_LIFE = 1800.0  # seconds after the start, in which a command that was begun before it may still end
+FORK_PATIENCE = 600.0  # seconds that a fork which cannot be dropped holds up a deletion, for it costs only space
+FORK_IN_USE = 3600.0  # no clone reads that long
+FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0
+BUSY_PAUSE = 1.0  # between two looks at a VM that somebody is making
 
 log = structlog.get_logger()
 
@@ -39,6 +50,9 @@ class Removal:
         self._snapshots = snapshots
         self._qemu = qemu
         self._vnc = vnc
+        self._began = work.clock.monotonic()
+        self._expected: set[str] = set()  # names of VMs that may still be being made, for nobody
+        self._fork_failed: dict[str, float] = {}  # fork -> since when it cannot be dropped
 
     def remove(self, entry: TrackedPod) -> None:
         """Everything of a pod that is being deleted; waits for whatever is going on with its VM. A pod that only
@@ -61,12 +75,58 @@ class Removal:
 
     def destroy_made(self, entry: TrackedPod) -> None:
         """The VM that an attempt made and the pod was never bound to; the caller holds its lock."""
-        with suppress(VMNotFound):
-            vm = self._runtime.inspect(entry.spec.vm_name)
-            self.destroy(vm.id)
-            self.give_back(dhcp_macs(vm), vm.name)
+        if (vm := self._by_name(entry)) is None:
+            self._expect(entry.spec.vm_name)
+            return
+        self._note_leases(entry, vm)
+        self.destroy(vm.id)
+        self.release(entry, vm)
+
+    def remove_late(self, records: Sequence[VM]) -> None:
+        """Remove those of the VMs that were made for nobody, by a command of an earlier life. ``records``: all VMs."""
+        if self._work.clock.monotonic() - self._began >= EARLIER_LIFE:
+            self._expected.clear()
+        for record in records:
+            if record.name in self._expected and record.state != "creating":
+                with self._work.locks.held(record.name):
+                    self._remove_late(record)
+
+    def _remove_late(self, record: VM) -> None:
+        namesakes = [entry for entry in self._work.pods if entry.spec.vm_name == record.name]
+        self._expected.discard(record.name)
+        if not all(entry.hibernated and entry.spec.hibernate for entry in namesakes):
+            return  # somebody wants it by now
+        log.warning("a command of an earlier life made a VM for nobody", vm=record.name, id=record.id)
+        try:
+            for entry in namesakes:
+                self._note_leases(entry, record)
+            self.destroy(record.id)
+        except CommandError as error:
+            self._expected.add(record.name)
+            log.warning("it could not be removed", vm=record.name, error=str(error))
+            return
+        self.give_back(dhcp_macs(record), record.name)
+        for entry in namesakes:
+            entry.leases -= dhcp_macs(record)
+            self._work.publication.publish(entry)
+
+    def _expect(self, vm_name: str) -> None:
+        """There is no VM of that name; if a command of an earlier life is making one, it is for nobody."""
+        if self._work.clock.monotonic() - self._began < EARLIER_LIFE:
+            self._expected.add(vm_name)
 
     # --- leases ---------------------------------------------------------------------------------------------------
+
+    def _note_leases(self, entry: TrackedPod, vm: VM) -> None:
+        """Nobody can ask a VM that is no more for its MACs, so the pod shows them before it goes."""
+        work = self._work
+        entry.leases |= dhcp_macs(vm)
+        if entry.leases <= entry.noted or not work.publication.acknowledged or not work.pods.holds(entry):
+            return
+        work.publication.note_leases(entry)
+        until = work.clock.monotonic() + TELL_FIRST
+        while not entry.leases <= entry.noted and work.clock.monotonic() < until:
+            work.clock.sleep(TELL_POLL)
 
     def release(self, entry: TrackedPod, vm: VM | None) -> None:
         """Give back the leases of ``vm``, which is certainly no more, and those the pod had before it."""
@@ -113,15 +173,39 @@ class Removal:
             return
         if vm is not None:
             self._keep(entry, vm)
+            self._note_leases(entry, vm)
             self.destroy(vm.id)
+        elif not entry.gone:
+            self._expect(entry.spec.vm_name)
         entry.vm = None
         self.release(entry, vm)
 
     def _by_name(self, entry: TrackedPod) -> VM | None:
+        """The VM of the pod's name. One that is being made shows no MAC yet, and its guest may take a lease before it
+        can be removed: it is waited for."""
+        clock = self._work.clock
+        until = clock.monotonic() + POWER_S
         with suppress(VMNotFound, SpecError):
             entry.spec.check_name()
-            return self._runtime.inspect(entry.spec.vm_name)
+            while (record := self._runtime.inspect(entry.spec.vm_name)).state == "creating":
+                if clock.monotonic() >= until or not self._asked_to_clear(record):
+                    break
+            return record
         return None
+
+    def _asked_to_clear(self, record: VM) -> bool:
+        """Have the tool clear a half-made VM away, unless somebody is making it: then wait a little. False when it
+        cannot be asked, as one that is too old for this: its `vm rm` waits for whoever makes the VM."""
+        try:
+            outcome = self._runtime.reconcile_stale_create(record.id)
+        except CommandError as error:
+            self._work.ports.metrics.stale_create("error")
+            log.info("half-made VM could not be cleared", vm=record.name, error=str(error))
+            return False
+        self._work.ports.metrics.stale_create(outcome)
+        if outcome == "busy":
+            self._work.clock.sleep(BUSY_PAUSE)
+        return True
 
     def _keep(self, entry: TrackedPod, vm: VM) -> None:
         """What the policy wants to outlive the pod: the last state of a VM that runs, once per deletion."""
@@ -142,14 +226,44 @@ class Removal:
             return
         if not entry.spec.keep_snapshot:
             self._snapshots.drop(name)
-        if fork_name(name) in self._snapshots:  # waits for who is being cloned from it, which must hold up nobody
-            spawn(self._work.group, f"drop the fork of {name}", self._drop_fork, name)
+        self._drop_fork(entry)
 
-    def _drop_fork(self, vm_name: str) -> None:
+    def _drop_fork(self, entry: TrackedPod) -> None:
+        """The pod stays until its fork is dropped, for nothing else would remind anybody of it: at most for a while,
+        and not for those who are being cloned from it at the moment."""
+        name, now = entry.spec.vm_name, self._work.clock.monotonic()
+        fork = fork_name(name)
         try:
-            self._snapshots.drop(fork_name(vm_name))
+            self._snapshots.drop(fork, patience=0.0)
+        except SnapshotInUse:
+            self.drop_fork_later(entry.pod, name)
         except CommandError as error:
-            log.warning("snapshot could not be removed", snapshot=fork_name(vm_name), error=str(error))
+            if now - self._fork_failed.setdefault(fork, now) < FORK_PATIENCE:
+                raise
+            self._left(entry.pod, fork, error)
+        self._fork_failed.pop(fork, None)
+
+    def drop_fork_later(self, pod: Pod, vm_name: str) -> None:
+        """Drop the fork of a VM that is no more, when nobody is cloned from it any more. Events are about ``pod``."""
+        spawn(self._work.group, f"drop the fork of {vm_name}", self._drop_fork_later, pod, vm_name)
+
+    def _drop_fork_later(self, pod: Pod, vm_name: str) -> None:
+        clock, pause, source = self._work.clock, FIRST_PAUSE, self._snapshots.fork_source(vm_name)
+        until = clock.monotonic() + FORK_IN_USE
+        while self._snapshots.fork_source(vm_name) == source:  # else a namesake has saved another in its place
+            try:
+                return self._snapshots.drop(fork_name(vm_name))
+            except CommandError as error:
+                log.info("fork could not be dropped yet", snapshot=fork_name(vm_name), error=str(error))
+                if clock.monotonic() >= until:
+                    return self._left(pod, fork_name(vm_name), error)
+            clock.sleep(pause)
+            pause = min(pause * 2, LAST_PAUSE)
+
+    def _left(self, pod: Pod, snapshot: str, error: CommandError) -> None:
+        log.warning("snapshot could not be removed", snapshot=snapshot, error=str(error))
+        message = f"snapshot {snapshot} stays on the host: {error}; remove it with cocoon snapshot rm {snapshot}"
+        self._work.ports.event(pod, "Warning", "SnapshotLeft", message[:512])
 
     # --- macOS ----------------------------------------------------------------------------------------------------
 
@@ -159,6 +273,8 @@ class Removal:
             with suppress(CommandError):
                 vm = self._macos.inspect(name)  # only for its MAC; rm itself knows what is gone
         self._qemu.forget(f"qemu-{name}")
+        if vm is not None:
+            self._note_leases(entry, vm)
         with suppress(VMNotFound):
             self._macos.remove(name)
         self._vnc.release(name)

@@ -21,7 +21,7 @@ from gevent.pool import Group
 
 from vkcocoon_ports import Workplace
 from vkcocoon_probes import Clock, spawn
-from vkcocoon_vms import Snapshot, SnapshotNotFound
+from vkcocoon_vms import RELEASE_S, Snapshot, SnapshotNotFound
 
 __all__ = ["Flights", "Snapshots", "fork_name", "latest_name"]
 
@@ -120,12 +120,17 @@ class Snapshots:
         self._runtime.snapshot_save(name, vm_id)
         self._found[name] = None
 
-    def drop(self, name: str) -> None:
-        """Remove it if it is there; waits a little for a clone that still reads from it."""
+    def drop(self, name: str, patience: float = RELEASE_S) -> None:
+        """Remove it if it is there; waits a little for a clone that still reads from it. Raises SnapshotInUse when
+        that takes longer."""
         if name in self._found:
-            self._runtime.snapshot_remove(name)
+            self._runtime.snapshot_remove(name, patience)
             self._found.pop(name, None)
             self._forks.pop(name, None)
+
+    def fork_source(self, vm_name: str) -> str:
+        """The id of the VM that the fork of that name is of; "" for none, and for one of an earlier life."""
+        return self._forks.get(fork_name(vm_name), "")
 
     def fork(self, vm_name: str) -> str:
         """The name of a snapshot of that VM, saved now unless there is one of this very VM.

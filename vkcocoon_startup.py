@@ -19,7 +19,7 @@ from vkcocoon_ports import Workplace
 from vkcocoon_probes import spawn
 from vkcocoon_removal import Removal
 from vkcocoon_setup import GuestSetup
-from vkcocoon_snapshots import Snapshots
+from vkcocoon_snapshots import Snapshots, fork_name
 from vkcocoon_spec import PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, Intent, IntentState
 from vkcocoon_tracking import Pod, TrackedPod, dhcp_macs
@@ -80,6 +80,14 @@ class Startup:
                 spawn(self._work.group, f"half-made VM {record.name}", self._clear, record)
             else:
                 self._orphan(record)
+        self._drop_forks(pods, names | {record.name for record in records})
+
+    def _drop_forks(self, pods: list[Pod], alive: set[str]) -> None:
+        """A fork of a VM that is no more: whoever deleted it was killed while others were cloned from it."""
+        sources = {PodSpec.of(pod).fork_from: pod for pod in pods}
+        for name in sources.keys() - alive:
+            if name and fork_name(name) in self._snapshots:
+                self._removal.drop_fork_later(sources[name], name)
 
     def _adopt(self, entry: TrackedPod, records: list[VM]) -> None:
         """What is not adopted stays tracked, so that its VM name stays its own until `create_pod` is called for it."""

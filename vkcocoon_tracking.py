@@ -119,6 +119,7 @@ class TrackedPod:
     woken: bool = False  # the state its VM woke from is still there
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
     leases: frozenset[str] = frozenset()  # MACs that may hold a DHCP lease of ours: of the VM, and of those before it
+    noted: frozenset[str] = frozenset()  # those of them that the pod shows in the API
     saved: str = ""  # the id of the VM that was last saved whole
     kept: str = ""  # the id of the VM whose last state was saved for the time after its pod
     left_over: bool = False  # at start there was a VM of its name that did not run
@@ -140,7 +141,7 @@ class TrackedPod:
         leases = _seeded_leases(annotations) if spec.managed else frozenset()
         setup = _seeded_setup(annotations) if spec.managed else SetupState()
         intent = _seeded_intent(annotations)
-        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, leases=leases, setup=setup)
+        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, leases=leases, noted=leases, setup=setup)
 
     @property
     def key(self) -> str:
@@ -344,6 +345,13 @@ class Publication:
         probe = ProbeResult(False, Reason.TERMINATING)
         self._hand_over(entry, self._status(entry, probe, terminating=True), {})
 
+    def note_leases(self, entry: TrackedPod) -> None:
+        """Have the pod show the MACs whose leases are its own, also while it is going."""
+        if not entry.terminating:
+            self.publish(entry)
+        elif entry.status is not None and self._pods.holds(entry):
+            self._hand_over(entry, dict(entry.status), {ANNOTATION_MAC: _listed(entry.leases)})
+
     def terminal(self, entry: TrackedPod) -> None:
         """The last word: the VM is gone, as it was asked for or because it was lost."""
         lost = {"phase": "Failed", **asdict(entry.eviction)} if entry.eviction else {}
@@ -361,6 +369,7 @@ class Publication:
         seen_ready = condition_of(status, "Ready").get("status") == "True"
         if (tracked := self._pods.get(uid)) is not None:
             tracked.seen_gone = condition_of(status, PROBE_READY).get("reason") == Reason.VM_GONE
+            tracked.noted = _seeded_leases(pod["metadata"].get("annotations") or {})
         if (entry := self._claimers.get(uid)) is not None:
             self._release(entry, seen=str(status.get("podIP", "")) if seen_ready else "")
 
@@ -435,7 +444,7 @@ class Publication:
             annotations[ANNOTATION_SETUP_STATE] = setup.state or None
             annotations[ANNOTATION_SETUP_HINT] = setup.hint or None
             annotations[ANNOTATION_SETUP_ERRORS] = setup.errors or None
-            annotations[ANNOTATION_MAC] = ",".join(sorted(entry.leases)) or None
+            annotations[ANNOTATION_MAC] = _listed(entry.leases)
         if entry.spec.macos:
             display = entry.vm.vnc if entry.vm is not None else -1
             annotations[ANNOTATION_VNC_PORT] = str(VNC_BASE + display) if display >= 0 else None
@@ -482,6 +491,10 @@ def _seeded_intent(annotations: Mapping[str, str]) -> Intent:
 def dhcp_macs(vm: VM) -> frozenset[str]:
     """The MACs under which a VM may hold DHCP leases, in one spelling."""
     return frozenset(mac for nic in vm.nics if not nic.ip and (mac := normalize_mac(nic.mac)))
+
+
+def _listed(macs: Set[str]) -> str | None:
+    return ",".join(sorted(macs)) or None
 
 
 def _seeded_leases(annotations: Mapping[str, str]) -> frozenset[str]:

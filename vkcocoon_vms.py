@@ -50,6 +50,7 @@ __all__ = [
     "Process",
     "RunSpec",
     "Snapshot",
+    "SnapshotInUse",
     "SnapshotNotFound",
     "Stream",
     "VMEvent",
@@ -78,6 +79,10 @@ class VMNotFound(CommandError):
 
 class SnapshotNotFound(CommandError):
     """The tool ran, and said that there is no such snapshot."""
+
+
+class SnapshotInUse(CommandError):
+    """The tool ran, and said that somebody still reads from this snapshot."""
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -433,9 +438,10 @@ class CocoonCLI(_CommandLine):
             self._unreadable(arguments, "not a list")
         return [snapshot for snapshot in map(_parse_snapshot, document or ()) if snapshot]
 
-    def snapshot_remove(self, name: str) -> None:
-        """Deletes a snapshot; already gone is success. Waits up to 30 s for a clone that still reads from it."""
-        until = self._clock.monotonic() + RELEASE_S
+    def snapshot_remove(self, name: str, patience: float = RELEASE_S) -> None:
+        """Deletes a snapshot; already gone is success. Waits for a clone that still reads from it, up to ``patience``
+        seconds; then raises SnapshotInUse."""
+        until = self._clock.monotonic() + patience
         while True:
             try:
                 self._change("snapshot", "rm", self._operand(name), limit=POWER_S)
@@ -443,8 +449,10 @@ class CocoonCLI(_CommandLine):
             except SnapshotNotFound:
                 return
             except CommandError as error:
-                if not self.LEASED.search(error.stderr) or self._clock.monotonic() >= until:
+                if not self.LEASED.search(error.stderr):
                     raise
+                if self._clock.monotonic() >= until:
+                    raise SnapshotInUse(error.argv, error.returncode, error.stderr) from error
             self._clock.sleep(RELEASE_PAUSE_S)
 
     def image_pull(self, ref: str, force: bool = False) -> None:

@@ -124,6 +124,7 @@ class VMWatch:
         except CommandError as error:
             log.info("VMs could not be listed", error=str(error))
             return
+        self._removal.remove_late(records)
         running = {record.id for record in records if record.running}
         for entry in self._pods:
             if entry.vm is not None and entry.vm.id not in running:

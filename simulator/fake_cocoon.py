@@ -461,7 +461,11 @@ class FakeCocoon(Tool):
             fresh = range(len(before), parsed["nics"])
             added = [self._nic(record, index, record["config"]["network"]) for index in fresh]
             self._change(identifier, "net", network_configs=before[: parsed["nics"]] + added)
+            self.plugged(self._existing(identifier))
         return Outcome(0, pretty({"before": len(before), "after": parsed["nics"]}))
+
+    def plugged(self, record: Record) -> None:
+        """The network cards of a running VM have changed. Guests that are processes keep the one they began with."""
 
     # Asking
 

@@ -21,7 +21,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from random import Random
@@ -169,11 +169,21 @@ class Guest:
         self.pid = 0
         self._down()
 
+    def plug(self, mac: str, static_ip: str) -> None:
+        """Its network card is another one, or gone ("" then); the address was that of the card."""
+        if mac != self.mac and self.pid:
+            self._machine = replace(self._machine, mac=mac, static_ip=static_ip)
+            self._down()
+            self._begin(0.0)
+
     # What it does by itself
 
     def _boot(self, seconds: float) -> None:
         self.boots += 1
         self.latency_s, self.loss, self.flood = self.spec.latency_s, self.spec.loss, self.spec.flood
+        self._begin(seconds)
+
+    def _begin(self, seconds: float) -> None:
         self._stop = Event()
         self._host.clock.spawn(f"guest {self.name}", self._live, self._stop, seconds)
 
@@ -402,6 +412,11 @@ class _InProcess(Tool):
 
 class _Cocoon(_InProcess, FakeCocoon):
     """cocoon as a function."""
+
+    def plugged(self, record: Mapping[str, Any]) -> None:
+        card = (record.get("network_configs") or [{}])[0]
+        guest = self.host.guest(record["config"]["name"])
+        guest.plug(card.get("mac", ""), card.get("network", {}).get("ip", ""))
 
 
 class _CocoonMacos(_InProcess, FakeCocoonMacos):

@@ -81,7 +81,39 @@ def test_a_save_that_fails_gives_the_guest_a_card_again_and_its_new_mac_is_ours(
     assert annotations(windows, "web-0")["mac"] == record["network_configs"][0]["mac"]
     assert old not in macs(windows)
     assert argv(windows, "vm exec")[-2:] == ["ipconfig", "/renew"]
-    assert annotations(windows, "web-0").get("ip") is None  # until the new card has one
+    assert windows.ready("web-0")
+    assert annotations(windows, "web-0")["ip"] == windows.guest("web-0").ip
+
+
+def test_a_windows_guest_without_a_card_gets_one_after_a_restart_and_the_pod_says_so_until_then(windows):
+    """The daemon died after it had taken the card, and the wish to hibernate was taken back meanwhile."""
+    windows.host.cocoon.hold("snapshot save")
+    windows.annotate("web-0", hibernate="true")
+    windows.run(1)
+    windows.kill()
+    windows.annotate("web-0", hibernate=None)
+    windows.host.cocoon.faults.clear()
+    windows.host.cocoon.fail("vm net", stderr="Error: not today", times=2)
+    windows.start()
+    windows.run(1)
+    assert message(windows, "web-0", "cocoonstack.io/ProbeReady") == f"VM {VM} has no network card"
+    assert ("ProviderUpdateFailed", "not today") in [(told, text[-9:]) for told, text in events(windows, "web-0")]
+    windows.run(20)
+    assert windows.ready("web-0")
+    assert macs(windows) == [windows.guest("web-0").mac] == [annotations(windows, "web-0")["mac"]]
+    assert argv(windows, "vm exec")[-2:] == ["ipconfig", "/renew"]
+
+
+def test_a_card_that_could_not_be_given_back_is_given_when_the_hibernate_is_no_longer_wanted(windows):
+    windows.host.cocoon.fail("snapshot save", stderr=NO_SPACE, times=None)
+    windows.host.cocoon.fail("vm inspect", times=1)
+    windows.annotate("web-0", hibernate="true")
+    windows.run(0.5)
+    assert windows.host.cocoon.record(VM)["network_configs"] == []
+    windows.annotate("web-0", hibernate=None)
+    windows.run(20)
+    assert windows.ready("web-0")
+    assert macs(windows) == [windows.guest("web-0").mac]
 
 
 def test_a_network_that_cannot_be_restored_is_no_reason_to_lose_the_vm(windows):

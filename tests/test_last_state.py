@@ -179,6 +179,73 @@ def test_a_fork_goes_with_its_vm_and_who_reads_from_it_holds_up_nobody(world):
     assert snapshots(world) == []
 
 
+@pytest.fixture
+def forked(world):
+    world.create_pod("web-0", guest=FAST, annotations={POLICY: "never"})
+    world.run(2)
+    world.create_pod("child", guest=FAST, annotations={FORK: VM, POLICY: "never"})
+    world.run(5)
+    assert snapshots(world) == [f"fork-{VM}"]
+    return world
+
+
+def test_a_fork_that_cannot_be_dropped_keeps_the_pod_so_that_a_restart_does_not_forget_it(forked):
+    forked.host.cocoon.fail("snapshot rm", stderr="Error: input/output error", times=3)
+    forked.delete_pod("web-0", grace_seconds=30)
+    forked.run(0.5)
+    assert forked.pod("web-0") is not None
+    assert any("input/output" in text for told, text in events(forked, "web-0") if told == "ProviderDeleteFailed")
+    forked.kill()
+    forked.start()
+    forked.run(60)
+    assert (forked.pod("web-0"), snapshots(forked)) == (None, [])
+
+
+def test_a_fork_that_can_never_be_dropped_holds_up_a_deletion_for_some_minutes_and_is_named(forked):
+    forked.host.cocoon.fail("snapshot rm", stderr="Error: input/output error", times=None)
+    forked.delete_pod("web-0", grace_seconds=30)
+    forked.run(590)
+    assert forked.pod("web-0") is not None
+    forked.run(600)
+    assert forked.pod("web-0") is None
+    told = [text for word, text in events(forked, "web-0") if word == "SnapshotLeft"]
+    assert len(told) == 1
+    assert told[0].startswith(f"snapshot fork-{VM} stays on the host: cocoon snapshot rm")
+
+
+def test_a_fork_that_is_in_use_is_dropped_when_it_is_not_however_often_that_fails(world):
+    world.create_pod("web-0", guest=FAST, annotations={POLICY: "never"})
+    world.run(2)
+    world.host.cocoon.slow("vm clone", 100.0, name="vk-default-child", step="late")
+    world.create_pod("child", guest=FAST, annotations={FORK: VM, POLICY: "never"})
+    world.run(5)
+    world.delete_pod("web-0", grace_seconds=30)
+    world.run(2)
+    assert (world.pod("web-0"), snapshots(world)) == (None, [f"fork-{VM}"])
+    world.run(90)
+    world.host.cocoon.fail("snapshot rm", stderr="Error: input/output error", times=3)
+    world.run(120)
+    assert snapshots(world) == []
+
+
+def test_a_fork_that_a_namesake_has_saved_meanwhile_is_not_dropped_for_its_predecessor(world):
+    world.create_pod("web-0", guest=FAST, annotations={POLICY: "never"})
+    world.run(2)
+    world.host.cocoon.slow("vm clone", 50.0, name="vk-default-child", step="late")
+    world.create_pod("child", guest=FAST, annotations={FORK: VM, POLICY: "never"})
+    world.run(5)
+    world.delete_pod("web-0", grace_seconds=30)
+    world.run(2)
+    world.create_pod("web-0", guest=FAST, annotations={POLICY: "never"})
+    world.run(5)
+    world.host.cocoon.fail("snapshot rm", name=f"fork-{VM}", stderr="Error: input/output error", times=4)
+    world.run(46)
+    world.create_pod("sister", guest=FAST, annotations={FORK: VM, POLICY: "never"})
+    world.run(120)
+    assert world.ready("sister")
+    assert snapshots(world) == [f"fork-{VM}"]
+
+
 def test_a_deletion_that_has_nothing_to_drop_runs_no_command_for_it(world):
     world.create_pod("web-0", guest=FAST, annotations={POLICY: "never"})
     world.run(5)

@@ -2,6 +2,8 @@
 
 from contextlib import contextmanager
 from dataclasses import replace
+from datetime import timedelta
+from itertools import cycle
 
 import pytest
 from gevent.event import Event
@@ -129,6 +131,19 @@ def pod(clock, keeper, tool):
 def test_a_live_process_is_no_reason_to_do_anything(tool, pod):
     assert pod.tick() is None
     assert tool.calls == []
+
+
+def test_the_message_of_a_dead_process_is_the_same_until_the_next_restart(clock, tool, pod, monkeypatch):
+    """P7: equal states compare equal, also where the due time lies on the border of a second: two clocks are never read
+    in one instant."""
+    tool.broken = ("start",)
+    tool.living.clear()
+    exact, off = clock.now, cycle((-20, 0, 20))
+    monkeypatch.setattr(clock, "now", lambda: exact() + timedelta(microseconds=next(off)))
+    clock.spawn("probe", pod.probe_every_second)
+    clock.run(10.5)
+    messages = {result.message for result in pod.results if result.reason is Reason.QEMU_DEAD}
+    assert len(messages) == 1, messages
 
 
 def test_a_dead_process_is_restarted_at_once_with_its_display(clock, tool, pod):
