@@ -157,7 +157,7 @@ class Removal:
     def _in_use(self, macs: Set[str]) -> Set[str]:
         """Those of the MACs that a VM has; all of them when that cannot be found out. What a pod says is no proof."""
         try:
-            records = list(self._runtime.list())
+            records = [*self._runtime.list(), *self._macos.list()]
         except CommandError as error:
             log.info("leases are not given back before the VMs can be listed", error=str(error))
             return macs

@@ -97,6 +97,10 @@ class PodSpec:
         annotations |= {key: former.annotations[key] for key in _IDENTITY if key in former.annotations}
         return replace(self, vm_name=former.vm_name, annotations=annotations)
 
+    def of_vm(self, vm_name: str) -> PodSpec:
+        """The same wishes for the VM of that name, whatever the annotation says by now."""
+        return replace(self, vm_name=vm_name, annotations={**self.annotations, ANNOTATION_VM_NAME: vm_name})
+
     def flag(self, key: str) -> bool:
         """Booleans of the contract: exactly ``true`` is true, everything else is false."""
         return self.annotations.get(key) == "true"

@@ -71,15 +71,16 @@ class Startup:
         for entry in [self._track(pod) for pod in sorted(ours, key=_claim)]:
             spawn(adoptions, f"adopt {entry.key}", self._adopt, entry, records)
         adoptions.join()
-        names = {PodSpec.of(pod).vm_name for pod in pods}
-        bound = {entry.vm.id for entry in self._pods if entry.vm is not None}
+        names = {PodSpec.of(pod).vm_name for pod in pods} | {entry.spec.vm_name for entry in self._pods}
+        ids = {entry.vm.id for entry in self._pods if entry.vm is not None} | set(map(_id_of, pods))
         for record in records:
-            if record.id in bound or record.name in names:
+            if record.id in ids or record.name in names:
                 continue  # half-made, it is cleared or waited for by the creation that wants its name
             if record.state == "creating":
                 spawn(self._work.group, f"half-made VM {record.name}", self._clear, record)
             else:
-                self._orphan(record)
+                self._orphan(record, self._destroy)
+        spawn(self._work.group, "macOS orphans", self._macos_orphans, names | ids)
         self._drop_forks(pods, names | {record.name for record in records})
 
     def _drop_forks(self, pods: list[Pod], alive: set[str]) -> None:
@@ -100,6 +101,7 @@ class Startup:
             log.info("pod could not be adopted", pod=entry.key, error=str(error))
 
     def _adopt_own(self, entry: TrackedPod, records: list[VM]) -> None:
+        self._identify(entry, records)
         vm = self._live_macos(entry) if entry.spec.macos else _record_of(entry, records)
         holder = self._pods.holder_of(vm.id) if vm is not None else None
         if holder is not None:
@@ -116,6 +118,15 @@ class Startup:
                 self._adopt_hibernated(entry)
         else:
             self._adopt_hibernated(entry)
+
+    def _identify(self, entry: TrackedPod, records: list[VM]) -> None:
+        """Whatever its name annotation says by now, the pod has the VM whose id we wrote; that of a macOS guest says
+        its name."""
+        vm_id = _id_of(entry.pod)
+        if entry.spec.macos:
+            entry.stays_with(vm_id.removeprefix("qemu-") if vm_id.startswith("qemu-") else entry.spec.vm_name)
+        elif record := next((record for record in records if vm_id and record.id == vm_id), None):
+            entry.stays_with(record.name)
 
     def _live_macos(self, entry: TrackedPod) -> VM | None:
         """A macOS guest that runs is adopted; on any doubt `create_pod` decides, which never runs a second one."""
@@ -158,7 +169,7 @@ class Startup:
             outcome = self._runtime.reconcile_stale_create(record.id)
             self._work.ports.metrics.stale_create(outcome)
             if outcome == "not-creating" and not self._wanted(record.name):
-                self._orphan(self._runtime.inspect(record.id))
+                self._orphan(self._runtime.inspect(record.id), self._destroy)
         except VMNotFound:
             return True
         except CommandError as error:
@@ -172,7 +183,19 @@ class Startup:
         """Does a pod name it by now? Then it is its creation's."""
         return any(entry.spec.vm_name == name for entry in self._pods)
 
-    def _orphan(self, record: VM) -> None:
+    def _macos_orphans(self, known: set[str]) -> None:
+        """The same for macOS guests, by a tool of its own that nobody else waits for."""
+        try:
+            records = self._macos.list()
+        except CommandError as error:
+            log.warning("macOS guests could not be listed: one may belong to no pod", error=str(error))
+            return
+        for record in records:
+            with self._work.locks.held(record.name):  # after whatever creates or deletes it
+                if not known & {record.name, record.id} and not self._wanted(record.name):
+                    self._orphan(record, self._destroy_macos)
+
+    def _orphan(self, record: VM, destroy: Callable[[VM], None]) -> None:
         """A VM that no pod asks for: somebody's work, so only the policy that says so removes it (D1)."""
         self._work.ports.metrics.orphan()
         policy = self._work.settings.orphan_policy
@@ -180,10 +203,16 @@ class Startup:
         if policy != "destroy":
             return
         try:
-            self._removal.destroy(record.id)
+            destroy(record)
             self._removal.give_back(dhcp_macs(record), record.name)
         except CommandError as error:
             log.warning("orphan VM could not be removed", vm=record.name, error=str(error))
+
+    def _destroy_macos(self, vm: VM) -> None:
+        self._macos.remove(vm.name)
+
+    def _destroy(self, vm: VM) -> None:
+        self._removal.destroy(vm.id)
 
 
 def _between(intent: Intent) -> bool:
@@ -198,6 +227,11 @@ def _ended(pod: Pod) -> bool:
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
+def _id_of(pod: Pod) -> str:
+    """The id of the VM that we wrote on the pod."""
+    return str((pod["metadata"].get("annotations") or {}).get(ANNOTATION_ID, ""))
+
+
 def _claim(pod: Pod) -> tuple[bool, str, str]:
     """Of several pods that name one VM, first the one that had it, then the oldest."""
     metadata = pod["metadata"]
@@ -208,9 +242,8 @@ def _claim(pod: Pod) -> tuple[bool, str, str]:
 
 def _record_of(entry: TrackedPod, records: list[VM]) -> VM | None:
     """The running VM of a pod: by the id we wrote, else by its name (our annotation may never have arrived)."""
-    annotations = entry.pod["metadata"].get("annotations") or {}
     running = [record for record in records if record.running]
-    for wanted, attribute in ((annotations.get(ANNOTATION_ID), "id"), (entry.spec.vm_name, "name")):
+    for wanted, attribute in ((_id_of(entry.pod), "id"), (entry.spec.vm_name, "name")):
         for record in running:
             if wanted and getattr(record, attribute) == wanted:
                 return record

@@ -179,6 +179,12 @@ class TrackedPod:
         """The same in a sentence."""
         return _explanation(self.status or {})[2]
 
+    def stays_with(self, vm_name: str) -> None:
+        """It has the VM of that name, which was edited while nobody watched: a living pod keeps its VM."""
+        if vm_name != self.spec.vm_name:
+            log.warning("a living pod keeps its VM", pod=self.key, vm=vm_name, asked=self.spec.vm_name)
+            self.spec, self.committed = self.spec.of_vm(vm_name), True
+
     def has(self, vm: VM) -> None:
         """Its VM as it is now; the leases of its network cards are ours from here on."""
         self.vm, self.leases = vm, self.leases | dhcp_macs(vm)

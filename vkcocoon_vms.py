@@ -22,6 +22,7 @@ import errno
 import json
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -560,6 +561,21 @@ class CocoonMacosCLI(_CommandLine):
         super().__init__(binary, execute, max_processes, clock)
         self._processes = processes or read_process
         self._vnc_password = vnc_password
+        self._simulated = execute is not None
+
+    def list(self) -> list[VM]:
+        """All VMs, also those that do not run; none where the tool is not installed."""
+        if not self._simulated and shutil.which(self._binary) is None:
+            return []
+        arguments = ("vm", "list", "-o", "json")
+        completed = self._ask(*arguments)
+        if not completed.stdout.strip():
+            return []
+        document = self._document(arguments, completed)
+        if not isinstance(document, list) and document is not None:
+            self._unreadable(arguments, "not a list")
+        records = [_mapping(record) for record in document or ()]
+        return [self._shown(record) for record in records if _text(record.get("name"))]
 
     def inspect(self, name: str) -> VM:
         """The record of that name; `state` says what its process says, not what the record remembers. VMNotFound only
@@ -570,8 +586,7 @@ class CocoonMacosCLI(_CommandLine):
         document = self._document(arguments, completed)
         if not isinstance(document, dict) or _text(document.get("name")) != name:
             self._unreadable(arguments, "not the record of that VM")
-        vm = _parse_macos(document)
-        return _parse_macos(document, "running" if self.alive(vm) else "stopped")
+        return self._shown(document)
 
     def run(self, spec: MacosSpec) -> VM:
         """Makes a record and launches QEMU; refused by the tool while a record of that name exists."""
@@ -603,6 +618,9 @@ class CocoonMacosCLI(_CommandLine):
                 raise CommandError(self._argv(arguments), 0, "", why="pulled, and still not there")
 
         self._pull_once(arguments, pull)
+
+    def _shown(self, record: Mapping[str, Any]) -> VM:
+        return _parse_macos(record, "running" if self.alive(_parse_macos(record)) else "stopped")
 
     def alive(self, vm: VM) -> bool:
         """Whether the recorded pid is this VM's QEMU, and running (M1)."""

@@ -6,6 +6,7 @@ import pytest
 from simulator.fake_vms import GuestSpec
 from simulator.world import World
 from tests.provider_rig import FAST, annotations, calls, reason, status
+from tests.test_last_state import macs
 from vkcocoon_kube import ApiError
 
 
@@ -164,16 +165,61 @@ def test_a_pod_that_was_deleted_while_we_were_away_leaves_an_orphan_that_is_kept
     assert len(world.host.pids()) == 1
 
 
+MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
+
+
+@pytest.mark.parametrize("os", ["linux", "macos"])
 @pytest.mark.parametrize(("policy", "left"), [("alert", 1), ("keep", 1), ("destroy", 0)])
-def test_what_becomes_of_an_orphan_is_the_operators_choice(policy, left):
+def test_what_becomes_of_an_orphan_is_the_operators_choice(policy, left, os, caplog):
     with World(orphan_policy=policy) as world:
-        world.create_pod("web-0", guest=FAST)
-        world.run(5)
+        world.create_pod("web-0", os=os, guest=MAC if os == "macos" else FAST)
+        world.create_pod("mine", os=os, guest=MAC if os == "macos" else FAST)
+        world.run(20)
         world.stop()
         world.delete_pod("web-0", grace_seconds=0)
         world.start()
         world.run(30)
-        assert len(world.host.pids()) == left
+        assert len(world.host.pids()) == 1 + left
+        assert len(macs(world)) == 1 + left
+        assert world.daemon.ports.metrics._orphans._value.get() == 1
+        assert world.ready("mine")
+        assert len(world.flips("mine")) == 2
+
+
+def test_macos_guests_that_cannot_be_listed_hold_up_nobody_and_cost_none():
+    with World(orphan_policy="destroy") as world:
+        world.create_pod("mac-0", os="macos", guest=MAC)
+        world.run(20)
+        world.stop()
+        world.delete_pod("mac-0", grace_seconds=0)
+        world.host.macos.hang("vm list")
+        world.start()
+        world.run(5)
+        assert world.daemon.started.is_set()
+        world.run(300)
+        assert len(world.host.pids()) == 1
+
+
+@pytest.mark.parametrize("os", ["linux", "macos"])
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_pod_that_was_renamed_while_we_were_away_keeps_its_vm(os, stopped):
+    """Also where the policy takes the VMs of nobody."""
+    with World(orphan_policy="destroy") as world:
+        world.create_pod("web-0", os=os, guest=MAC if os == "macos" else FAST)
+        world.run(20)
+        vm_id = annotations(world, "web-0")["id"]
+        world.stop()
+        renamed = {"metadata": {"annotations": {"vm.cocoonstack.io/name": "another"}}}
+        world.kube.admin.patch("/api/v1/namespaces/default/pods/web-0", renamed, kind="merge")
+        if stopped:
+            world.guest("web-0").crash()
+        world.start()
+        world.run(60)
+        assert annotations(world, "web-0")["id"] == vm_id
+        assert (world.ready("web-0"), world.vm_names()) == (True, ["vk-default-web-0"])
+        world.delete_pod("web-0")
+        world.run(30)
+        assert (world.pod("web-0"), world.vm_names(), macs(world)) == (None, [], [])
 
 
 @pytest.mark.parametrize("broken", ["pods", "vms"])

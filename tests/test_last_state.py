@@ -321,6 +321,20 @@ def test_what_a_pod_says_of_macs_takes_no_lease_from_a_vm_that_lives(ready):
     assert victims <= set(macs(ready))
 
 
+def test_what_a_pod_says_of_macs_takes_no_lease_from_a_mac_that_belongs_to_no_pod(ready):
+    ready.create_pod("mac-0", os="macos")
+    ready.run(40)
+    victim = ready.guest("mac-0").mac
+    ready.stop()
+    ready.delete_pod("mac-0", grace_seconds=0)
+    ready.annotate("web-0", mac=victim)
+    ready.start()
+    ready.run(5)
+    ready.delete_pod("web-0")
+    ready.run(5)
+    assert macs(ready) == [victim]
+
+
 def test_while_the_vms_cannot_be_listed_the_leases_of_earlier_ones_wait(ready):
     mac = ready.guest("web-0").mac
     ready.stop()
