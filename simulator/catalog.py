@@ -37,7 +37,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "Commands and VMs": (
         "commands-fail", "clone-killed-halfway", "events-break", "vm-vanishes", "deleted-while-cloned",
-        "hibernate-and-wake",
+        "hibernate-and-wake", "tools-of-another-kind",
     ),
     "What the cluster is told": (
         "api-outage", "api-slow", "api-refuses", "api-forgets", "api-silent-watch", "api-down-at-birth",

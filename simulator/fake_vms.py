@@ -427,6 +427,8 @@ def _subject(argv: Sequence[str]) -> str:
     """What a call is about, for the log: the name it gives, else its last operand."""
     if "--name" in argv[:-1]:
         return argv[argv.index("--name") + 1]
+    if "--" in argv:  # what follows is for the guest
+        return argv[argv.index("--") - 1]
     return "" if argv[2:3] in (["list"], ["status"]) else argv[-1]
 
 

@@ -39,7 +39,7 @@ from vkcocoon_kube import ApiError
 if TYPE_CHECKING:
     from simulator.world import World
 
-__all__ = ["HAPPENINGS", "Happening", "Undo"]
+__all__ = ["BEHAVIORS", "HAPPENINGS", "Happening", "Undo"]
 
 Undo = Callable[[], object]
 
@@ -246,6 +246,18 @@ def _command(world: World, verb: str, pod: str | None, tool: str, step: str, tim
         fake.garble(verb, how["prints"], **about)
 
 
+def _behaves(world: World, how: str, pod: str | None, display: int) -> Undo:
+    program, knob, value = BEHAVIORS[how]
+    fake: Any = world.host.macos if program == "macos" else world.host.cocoon
+    if knob == "hides_mac":
+        value = tuple(world.vm_of(key) for key in ([pod] if pod is not None else world.announced()))
+    elif knob == "busy_displays":
+        value = (display,)
+    before = getattr(fake, knob)
+    setattr(fake, knob, value)
+    return lambda: setattr(fake, knob, before)
+
+
 def _commands_missing(world: World) -> Undo:
     world.host.cocoon.missing = world.host.macos.missing = True
 
@@ -369,8 +381,23 @@ def _wall_clock(world: World, step: float) -> Undo:
 
 _COMMANDS = (
     "vm run", "vm clone", "vm start", "vm stop", "vm rm", "vm inspect", "vm list", "vm status",
-    "snapshot save", "snapshot inspect", "snapshot rm", "image pull", "image inspect",
+    "vm exec", "vm net", "vm reconcile-stale-create", "snapshot save", "snapshot inspect", "snapshot list",
+    "snapshot rm", "image pull", "image inspect",
 )  # fmt: skip
+# How a tool may be, by the word of a scenario: which tool, which of its knobs, and the value.
+BEHAVIORS: dict[str, tuple[str, str, Any]] = {
+    "old": ("cocoon", "old", True),
+    "No VMs found.": ("cocoon", "empty_sentence", True),
+    "lists without a look": ("cocoon", "list_hides_stale", True),
+    "pids of clones": ("cocoon", "clone_hides_pid", False),
+    "runs without pids": ("cocoon", "run_hides_start", True),
+    "empty networks": ("cocoon", "empty_network", True),
+    "with a daemon": ("cocoon", "daemon", True),
+    "without state": ("macos", "shows_state", False),
+    "without a MAC": ("macos", "hides_mac", ()),
+    "without firmware": ("macos", "firmware_missing", True),
+    "busy display": ("macos", "busy_displays", ()),
+}
 _FILES = (
     "missing", "torn", "empty", "null", "object", "two_documents", "unreadable", "stale",
     "rename", "in_place", "same_stamp",
@@ -556,6 +583,21 @@ ROWS: tuple[Happening, ...] = (
             Parameter("times", COUNT, "how many calls; 0 is all", default=1),
         ),
         _command,
+    ),
+    Happening(
+        "behaves",
+        _TOOLS,
+        "A tool is of another kind: an old cocoon; one that prints a sentence for no VMs, lists states as they are"
+        " stored, pids of clones, records from before the start, an empty `network`; one with its daemon; a"
+        " cocoon-macos whose records have no state, or no MAC, that lacks its firmware, or finds the port of a display"
+        " taken.",
+        (
+            Parameter("how", word("how of behaves", tuple(BEHAVIORS)), "which", needed=True),
+            Parameter("pod", POD, "whose MAC; of all if not given"),
+            Parameter("display", COUNT, "which display", default=0),
+        ),
+        _behaves,
+        lasts=True,
     ),
     Happening("commands_missing", _TOOLS, "Neither tool can be run.", (), _commands_missing, lasts=True),
     Happening("remove_vm", _TOOLS, "Somebody removes the VM behind our back.", (P_POD,), _remove_vm),

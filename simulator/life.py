@@ -267,4 +267,6 @@ def _subject(argv: Sequence[str]) -> str:
     """The VM, snapshot or image a command is about: the name it gives, else its last operand."""
     if "--name" in argv[:-1]:
         return argv[argv.index("--name") + 1]
+    if "--" in argv:  # what follows is for the guest
+        return argv[argv.index("--") - 1]
     return "" if argv[2:3] in (["list"], ["status"]) else argv[-1]

@@ -273,6 +273,10 @@ class World:
             raise LookupError(f"pod {key} was never announced")
         return str(pod["metadata"]["annotations"].get(ANNOTATION_VM_NAME, ""))
 
+    def announced(self) -> list[str]:
+        """namespace/name of the pods that were announced."""
+        return list(self._announced)
+
     def os_of(self, key: str) -> str:
         """The system that the pod asks for. Raises LookupError for a pod nobody announced."""
         self.vm_of(key)

@@ -1,5 +1,5 @@
-"""Annotations in every wrong form: what they ask for is done or refused in words, nothing else is touched, and when they
-are put right the pod is where it should be. Whoever may edit a pod may write anything there."""
+"""Annotations in every wrong form: what they ask for is done or refused in words, nothing else is touched, and when
+they are put right the pod is where it should be. Whoever may edit a pod may write anything there."""
 
 import pytest
 
@@ -82,12 +82,9 @@ def test_a_wish_in_a_wrong_form_is_met_or_refused_in_words_and_put_right_by_an_e
         world.create_pod(name, os=os, annotations={key: value})
     world.run(60)
     for name in names:
-        found = annotations(world, name)
-        if not world.ready(name):
-            said = [message(world, name, each) for each in ("Ready", "cocoonstack.io/ProbeReady")]
-            assert (
-                any(said) or found.get("lifecycle-state") == "hibernated" or not status(world, name).get("conditions")
-            )
+        if not world.ready(name) and status(world, name).get("conditions"):
+            asleep = annotations(world, name).get("lifecycle-state") == "hibernated"
+            assert asleep or any(message(world, name, each) for each in ("Ready", "cocoonstack.io/ProbeReady"))
     for name in names:
         if not world.ready(name):
             edit(world, name, key, right[name])

@@ -9,9 +9,13 @@ import pytest
 
 import simulator
 from simulator import catalog, reference
-from simulator.happenings import HAPPENINGS
+from simulator.fake_cocoon import FakeCocoon
+from simulator.fake_macos import FakeCocoonMacos
+from simulator.fake_tools import Knob
+from simulator.happenings import BEHAVIORS, HAPPENINGS
 from simulator.scenario import ScenarioError, load, run_scenario
 from simulator.simulate import main
+from simulator.world import World
 
 SHIPPED = sorted((Path(simulator.__file__).parent / "scenarios").glob("*.yaml"))
 
@@ -35,6 +39,29 @@ def test_every_shipped_scenario_is_on_the_map_once_and_says_what_it_is_about():
 def test_everything_that_can_happen_happens_in_a_shipped_scenario():
     happening = {event.happening.name for path in SHIPPED for event in load(path).events}
     assert happening == set(HAPPENINGS)
+
+
+def test_every_knob_of_the_tools_can_be_turned_in_a_scenario():
+    """But those that say how fast or how big the host is, or what there was before."""
+    host = {"least_latency_s", "most_latency_s", "host_cpus", "event_interval_s", "event_debounce_s", "exec_replies"}
+    host |= {"golden", "networks"}
+    every = {name for fake in (FakeCocoon, FakeCocoonMacos) for name in dir(fake) if type(getattr(fake, name)) is Knob}
+    assert every - host == {knob for _, knob, _ in BEHAVIORS.values()}
+    events = [event for path in SHIPPED for event in load(path).events]
+    assert {event.values["how"] for event in events if event.happening.name == "behaves"} == set(BEHAVIORS)
+
+
+@pytest.mark.parametrize("how", BEHAVIORS)
+def test_a_tool_that_behaves_otherwise_for_a_while_behaves_as_before_after_it(how):
+    program, knob, _ = BEHAVIORS[how]
+    with World() as world:
+        world.create_pod("web-0")
+        fake = world.host.macos if program == "macos" else world.host.cocoon
+        before = getattr(fake, knob)
+        undo = HAPPENINGS["behaves"].act(world, how=how, pod=None, display=3)
+        assert getattr(fake, knob) not in (before, ())
+        undo()
+        assert getattr(fake, knob) == before
 
 
 def test_every_clause_of_the_specification_is_held_to_by_a_shipped_scenario():
