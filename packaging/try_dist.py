@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from build_dist import MINOR, artefacts
+from throwaway import ThrowAwayRoot
 
 from simulator import live_world
 from simulator.live_world import NODE_NAME, LiveWorld, Place
@@ -43,6 +44,8 @@ ROOT = Path(__file__).resolve().parent.parent
 CLOCK = SystemClock()
 HELP_S, SINGLE_HELP_S = 0.2, 0.5  # once everything has been read from the disk
 PODS = "/api/v1/namespaces/default/pods"
+LEASE = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NODE_NAME}"
+SETTLE_S = 12.0  # the new daemon has adopted the pod, and asked its guest twice
 
 
 def main(arguments: list[str]) -> None:
@@ -61,6 +64,8 @@ def main(arguments: list[str]) -> None:
             if path.suffix == ".pyz":
                 try_in_the_way(path, work)
                 walk(dist, work)
+            if path.suffix == ".deb":
+                try_life_of_deb(path, work)
     say("all artefacts work")
 
 
@@ -206,6 +211,96 @@ def until(holds: Any, world: LiveWorld, what: str) -> None:
 def try_playground(program: Program) -> None:
     program.run("playground", "--for", "15s", "--no-table", "--no-tour")
     say("    its playground ran")
+
+
+def try_life_of_deb(path: Path, work: Path) -> None:
+    """Installed, upgraded, removed and purged by dpkg, its daemon running beside a pod: the guest must not notice."""
+    if os.geteuid() != 0:
+        say("    not installed by dpkg, which takes root")
+        return
+    with ThrowAwayRoot(work / "throwaway") as root:
+        dpkg(root, "--install", path)
+        asked = ["daemon-reload", "enable --quiet vk-cocoon.service", "start --no-block vk-cocoon.service"]
+        check(root.asked_of_systemd() == asked, "an installation enables and starts the unit")
+        launcher = work / "installed"
+        launcher.write_text(f'#!/bin/sh\nexec {" ".join(root.argv("/usr/bin/vk-cocoon"))} "$@"\n')
+        launcher.chmod(0o755)
+        program = Program(launcher, work)
+        program.environ["SHIV_ROOT"] = "/var/cache/vk-cocoon"
+        with world_of(program, work / "deb-world") as world:
+            root.write("/etc/cocoon/vk-cocoon.env", (work / "deb-world/env").read_text(), 0o600)
+            until(lambda: _ready(world, f"/api/v1/nodes/{NODE_NAME}"), world, "the node is Ready")
+            world.kube.admin.create(PODS, example_pod("web-0", node=NODE_NAME))
+            until(lambda: _ready(world, f"{PODS}/web-0"), world, "a pod is Ready")
+            guest, ready = guests(world), ready_condition(world)
+            check(guest, "the guest is a process")
+
+            newer = later_version(path, work)
+            dpkg(root, "--install", newer)
+            asked = [word for word in root.asked_of_systemd() if word != "daemon-reload"]
+            check(asked == ["try-restart --no-block vk-cocoon.service"], f"an upgrade restarts the unit: {asked}")
+            check(os.path.exists(f"/proc/{world.daemon.pid}"), "the old daemon runs while it is replaced")
+            restart(world)
+            check(guests(world) == guest, "the guest went on through the upgrade")
+            check(ready_condition(world) == ready, f"the pod's Ready did not move: {ready} {ready_condition(world)}")
+
+            root.write("/run/vk-cocoon.pid", str(world.daemon.pid), 0o600)
+            world.daemon._stopping = True  # it is to end, and that is no failure
+            dpkg(root, "--remove", "vk-cocoon")
+            asked = ["disable --quiet --now vk-cocoon.service", "daemon-reload"]
+            check(root.asked_of_systemd() == asked, "a removal stops the unit")
+            check(not os.path.exists(f"/proc/{world.daemon.pid}"), "the daemon has ended")
+            check(guests(world) == guest, "the guest outlives the package")
+            check(not root.has("/usr/bin/vk-cocoon") and root.has("/var/cache/vk-cocoon"), "only the cache is left")
+            dpkg(root, "--purge", "vk-cocoon")
+            check(not root.has("/var/cache/vk-cocoon"), "a purge takes the cache, too")
+            check(root.has("/etc/cocoon/vk-cocoon.env"), "settings are the administrator's")
+            check(guests(world) == guest and ready_condition(world) == ready, "the guest still runs, and is Ready")
+    say("    dpkg installed, upgraded, removed and purged it, and the guest did not notice")
+
+
+def dpkg(root: ThrowAwayRoot, action: str, what: Path | str) -> None:
+    ended = root.run("dpkg", action, str(what))
+    check(ended.returncode == 0, f"dpkg {action}: {ended.stdout}{ended.stderr}")
+
+
+def later_version(path: Path, work: Path) -> Path:
+    """The same package with a higher version."""
+    tree, target = work / "later", work / "later.deb"
+    subprocess.run(["dpkg-deb", "--raw-extract", path, tree], check=True)
+    control = tree / "DEBIAN" / "control"
+    control.write_text(re.sub(r"^(Version: .*)$", r"\1+1", control.read_text(), flags=re.MULTILINE))
+    subprocess.run(
+        ["dpkg-deb", "--root-owner-group", "-Znone", "--build", tree, target], check=True, capture_output=True
+    )
+    return target
+
+
+def guests(world: LiveWorld) -> dict[str, str]:
+    """The processes of the VMs, each with the instant of its start, which no other process of that number has."""
+    found = {}
+    for file in world.place.home.rglob("*.pid"):
+        pid = file.read_text().strip()
+        if os.path.exists(f"/proc/{pid}/stat"):
+            found[pid] = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return found
+
+
+def ready_condition(world: LiveWorld) -> dict[str, Any]:
+    return dict(condition_of(world.kube.admin.get(f"{PODS}/web-0")["status"], "Ready"))
+
+
+def restart(world: LiveWorld) -> None:
+    """As systemd restarts the unit; returns once the new daemon has started up."""
+    log = world.place.home / "vk-cocoon.log"
+    before = log.stat().st_size
+    world.daemon.stop()
+    world.daemon._stopping = False
+    world.daemon.start()
+    renewed = world.kube.admin.get(LEASE)["spec"]["renewTime"]
+    until(lambda: world.kube.admin.get(LEASE)["spec"]["renewTime"] > renewed, world, "the node's lease is renewed")
+    until(lambda: b"serving the status page" in log.read_bytes()[before:], world, "the new daemon runs")
+    CLOCK.sleep(SETTLE_S)
 
 
 def try_in_the_way(path: Path, work: Path) -> None:
