@@ -7,10 +7,14 @@ as systemd does under KillMode=process. Needs root.
 """
 
 import shlex
+import shutil
 import subprocess
 from pathlib import Path
 from types import TracebackType
 
+CHROOT = (
+    shutil.which("chroot", path="/usr/sbin:/sbin:/usr/bin:/bin") or "chroot"
+)  # also for whoever has no sbin in PATH
 HOLD = """
 set -e
 mount -t tmpfs -o size=2g none {place}
@@ -54,7 +58,7 @@ class ThrowAwayRoot:
 
     def argv(self, *words: str) -> list[str]:
         """What runs `words` in it; the process that is started becomes that program."""
-        return ["nsenter", f"--target={self._holder.pid}", "--mount", "chroot", f"{self._place}/root", *words]
+        return ["nsenter", f"--target={self._holder.pid}", "--mount", CHROOT, f"{self._place}/root", *words]
 
     def run(self, *words: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"

@@ -5,7 +5,8 @@
 For the wheel (in a new environment, with the locked dependencies), the single file, and the deb (unpacked): version,
 help, doctor, a scenario; then the daemon of that very artefact runs beside a fake cluster and brings up a pod, is asked
 for its status, and stops; then its own playground runs for some seconds. The single file also refuses another Python
-and a full disk in one line, and is installed by typing what docs/installation.md says. With a second build, the two
+and a full disk in one line, and is installed by typing what docs/installation.md and the README say, in a throw-away
+root. There too dpkg installs, upgrades, removes and purges the deb beside a running guest. With a second build, the two
 must be equal to the byte.
 
 Only the fake cluster and its guests come from the checkout; the daemon's environment does not know where that is.
@@ -25,8 +26,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from throwaway import ThrowAwayRoot
 from simulator import live_world
 from simulator.live_world import NODE_NAME, LiveWorld, Place
 from simulator.world import example_pod
+from vkcocoon_envfile import parse
 from vkcocoon_kube import ApiError
 from vkcocoon_probes import SystemClock
 from vkcocoon_status import condition_of
@@ -43,6 +44,7 @@ from vkcocoon_status import condition_of
 ROOT = Path(__file__).resolve().parent.parent
 CLOCK = SystemClock()
 HELP_S, SINGLE_HELP_S = 0.2, 0.5  # once everything has been read from the disk
+WALKED_NODE = "rack1-host7"  # as docs/installation.md calls it
 PODS = "/api/v1/namespaces/default/pods"
 LEASE = f"/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/{NODE_NAME}"
 SETTLE_S = 12.0  # the new daemon has adopted the pod, and asked its guest twice
@@ -162,8 +164,8 @@ def _timed(program: Program, *words: str) -> float:
 
 
 @contextmanager
-def world_of(program: Program, home: Path) -> Iterator[LiveWorld]:
-    """A fake cluster and fake command lines around the daemon of that program."""
+def world_of(program: Program, home: Path, *, running: bool = True) -> Iterator[LiveWorld]:
+    """A fake cluster and fake command lines around the daemon of that program, which is started unless told not to."""
     home.mkdir()
     world = LiveWorld(Place(home, bridged=False), CLOCK, lambda *_: None)
     told = {**world.environment(), "SHIV_ROOT": program.environ["SHIV_ROOT"]}
@@ -172,7 +174,7 @@ def world_of(program: Program, home: Path) -> Iterator[LiveWorld]:
     (home / "env").write_text("".join(f"{name}={value}\n" for name, value in told.items()))
     usual, live_world._program = live_world._program, lambda: [str(program.path)]
     try:
-        world.start(socket.create_server(("127.0.0.1", 0)))
+        world.start(socket.create_server(("127.0.0.1", 0)), daemon=running)
         yield world
     finally:
         world.close()
@@ -325,36 +327,68 @@ def try_in_the_way(path: Path, work: Path) -> None:
 
 
 def walk(dist: Path, work: Path) -> None:
-    """docs/installation.md, line by line, into a directory that stands for the root of a host without systemd."""
-    root, here = work / "root", work / "here"
-    for folder in ("usr/local/bin", "etc/systemd/system"):
-        (root / folder).mkdir(parents=True)
+    """Everything docs/installation.md and the part of the README for hosts type, as root of a throw-away host.
+
+    What is not tried here is kubectl: tests/e2e does what its two lines do against a real control plane. There is no
+    systemd either; once `systemctl enable --now` was typed, the daemon is started with what unit and env-file say.
+    """
+    if os.geteuid() != 0:
+        say("    the pages are not walked, which takes root")
+        return
+    here, home = work / "here", work / "walk"
     shutil.copytree(dist, here)
     for name in ("rbac.yaml", "vk-cocoon.env.example", "vk-cocoon.service"):
         shutil.copy(ROOT / "packaging" / name, here)
-    program, env_file = Program(root / "usr/local/bin/vk-cocoon", work / "walker"), root / "etc/cocoon/vk-cocoon.env"
-    with ExitStack() as running:
-        for line in typed(ROOT / "docs" / "installation.md"):
-            words = line.split()
-            if words[0] in ("sha256sum", "install"):
-                command = re.sub(r"(?<= )/(?=usr/|etc/)", f"{root}/", line)
-                subprocess.run(["bash", "-c", command], cwd=here, check=True, stdout=subprocess.DEVNULL)
-            elif words[0] == "vk-cocoon" and "--pre" in words:
-                subprocess.run([program.path, *words[1:]], env=program.environ, check=False, stdout=subprocess.DEVNULL)
-            elif words[0] == "vk-cocoon":
-                world = running.enter_context(world_of(program, work / "walk")) if words[1] == "status" else None
-                if world is not None:
-                    with env_file.open("a") as file:
-                        file.write((work / "walk" / "env").read_text())
-                    until(partial(_ready, world, f"/api/v1/nodes/{NODE_NAME}"), world, "the node is Ready")
-                argv = [program.path, *words[1:], "--env-file", env_file]
-                ended = subprocess.run(argv, env=program.environ, check=False, capture_output=True, text=True)
-                # The doctor is right that this is no cocoon host.
-                check(ended.returncode == 0 or words[1] == "doctor", f"{line}: {ended.stdout}{ended.stderr}")
-            else:
-                check(words[0] in ("kubectl", "systemctl") or "=" in words[0], f"what is {line!r}?")
-    check(env_file.stat().st_mode & 0o777 == 0o600, "the env-file is for its owner only")
-    say("    the installation page is right")
+    with ThrowAwayRoot(work / "walked") as root:
+        launcher = work / "started"
+        launcher.write_text(f'#!/bin/sh\nexec {" ".join(root.argv("/usr/local/bin/vk-cocoon"))} "$@"\n')
+        launcher.chmod(0o755)
+        with world_of(Program(launcher, work), home, running=False) as world:
+            root.write("/etc/cocoon/kubeconfig", (home / "kubeconfig").read_text(), 0o600)
+            for line in typed(ROOT / "docs" / "installation.md"):
+                step(line, root, world, here)
+            world.kube.admin.create(PODS, example_pod("web-0", node=WALKED_NODE))
+            until(lambda: _ready(world, f"{PODS}/web-0"), world, "a pod is Ready")
+            lines = [
+                line.partition("#")[0].strip() for line in typed(ROOT / "README.md") if line.startswith("vk-cocoon ")
+            ]
+            check(lines[-2:] == ["vk-cocoon probe web-0", "vk-cocoon leases"], f"the README types {lines}")
+            for line in lines:
+                step(line, root, world, here)
+            world.daemon.stop()
+            check(not world.daemon.failures, f"the daemon did not stop well: {world.daemon.failures}")
+    say("    the installation page and the README are right")
+
+
+def step(line: str, root: ThrowAwayRoot, world: LiveWorld, here: Path) -> None:
+    """Type one line; what it promises must be true afterwards."""
+    if re.match(r"[A-Z_]+=", line):
+        edited = "/etc/cocoon/vk-cocoon.env"
+        check(root.run("stat", "-c%a", edited).stdout == "600\n", "the env-file is for its owner only")
+        root.run("sh", "-c", f"echo '{line}' >>{edited}")
+        return
+    if line.startswith("kubectl "):
+        return
+    if line == "vk-cocoon config":  # the lines of this stage: the rest of the host is simulated
+        simulated = (world.place.home / "env").read_text()
+        given = [one for one in simulated.splitlines() if not one.startswith(("KUBECONFIG=", "VK_NODE_NAME="))]
+        root.run("sh", "-c", "cat >>/etc/cocoon/vk-cocoon.env", text="\n".join(given) + "\n")
+    # The one variable more is for the simulated cocoon.
+    ended = root.run("sh", "-c", f"cd {here} && export FAKE_COCOON_HOME={world.place.home} && {line}")
+    # The doctor is right that this is no cocoon host: it has no VMs' CPU, no systemd, and no certificate authority.
+    check(ended.returncode == 0 or line.startswith("vk-cocoon doctor"), f"{line}: {ended.stdout}{ended.stderr}")
+    if line.startswith("systemctl enable --now"):
+        check("daemon-reload" in root.asked_of_systemd(), "the unit is known to systemd")
+        verified = root.run("systemd-analyze", "verify", "/etc/systemd/system/vk-cocoon.service")
+        check(verified.returncode == 0 and "vk-cocoon" not in verified.stderr, verified.stderr)
+        told = parse(root.run("cat", "/etc/cocoon/vk-cocoon.env").stdout, "the env-file")
+        world.daemon._environment = lambda: told | {"PATH": os.defpath, "SHIV_ROOT": "/var/cache/vk-cocoon"}
+        world.daemon.start()
+        until(lambda: _ready(world, f"/api/v1/nodes/{WALKED_NODE}"), world, "the node is Ready")
+    elif line.startswith("vk-cocoon doctor"):
+        check("Python " in ended.stdout and not ended.stderr, ended.stdout + ended.stderr)
+    elif line == "vk-cocoon status":
+        check(f"node {WALKED_NODE}:" in ended.stderr, ended.stderr)
 
 
 def typed(page: Path) -> list[str]:

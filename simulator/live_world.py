@@ -140,8 +140,8 @@ class LiveWorld:
         self._controllers = Controllers(self.kube)
         self.daemon = DaemonProcess(self.environment, place.home / "vk-cocoon.log", clock, say)
 
-    def start(self, listener: socket.socket) -> None:
-        """Bring everything up; `listener` is where the host reaches the API server."""
+    def start(self, listener: socket.socket, *, daemon: bool = True) -> None:
+        """Bring everything up, the daemon unless told not to; `listener` is where the host reaches the API server."""
         home = self.place.home
         self.network.start()
         (home / "bin").mkdir()
@@ -151,7 +151,8 @@ class LiveWorld:
             self.kube.serve(("127.0.0.1", listener.getsockname()[1]))
         (home / "kubeconfig").write_text(door.kubeconfig())
         self._controllers.start()
-        self.daemon.start()
+        if daemon:
+            self.daemon.start()
 
     def close(self) -> None:
         """Stop the daemon as its unit would, then take the guests' power."""
