@@ -45,6 +45,23 @@ def test_a_healthy_guest_does_not_blink_over_a_restart_and_no_command_touches_it
     assert world.host.macos.count("vm run") == (os == "macos")
 
 
+def test_a_guest_that_misses_the_first_echo_after_a_restart_is_ready_again_with_the_next(world):
+    """S4.2: the first probe decides; a new process knows of no answers before it. docs/installation.md says so."""
+    world.create_pod("web-0", guest=FAST)
+    world.run(20)
+    assert world.ready("web-0")
+    world.stop()
+    world.guest("web-0").silent()
+    since = len(world.kube.requests)
+    world.start()
+    world.run(0.3)  # the echo has at most 250 ms (T1)
+    world.guest("web-0").silent(False)
+    world.run(5)
+    assert ready_states(world, "web-0", since) == ["False", "True"]
+    (lost, _), (back, _) = world.flips("web-0")[-2:]
+    assert back - lost < 1.0
+
+
 def test_a_guest_that_died_while_we_were_away_is_told_as_it_is(world):
     world.create_pod("web-0", guest=FAST)
     world.run(5)
