@@ -149,7 +149,7 @@ def _state(pod: Entry, now: datetime) -> str:
 
 def _why(pod: Entry) -> str:
     notes = [] if pod["published"] else ["not yet written to the API"]
-    notes += ["being deleted"] if pod["terminating"] else []
+    notes += ["being deleted"] if pod["terminating"] and pod["reason"] != "Terminating" else []
     text = "; ".join(part for part in (escape(pod["message"]), *notes) if part)
     return f'{escape(pod["reason"])}<span class="sub">{text}</span>'
 

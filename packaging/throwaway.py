@@ -18,9 +18,9 @@ CHROOT = (
 HOLD = """
 set -e
 mount -t tmpfs -o size=2g none {place}
-mkdir {place}/upper {place}/work {place}/root
-mount -t overlay -o lowerdir=/,upperdir={place}/upper,workdir={place}/work none {place}/root
-for shared in proc dev tmp; do mount --rbind /$shared {place}/root/$shared; done
+mkdir {place}/upper {place}/work {place}/whole
+mount -t overlay -o lowerdir=/,upperdir={place}/upper,workdir={place}/work none {place}/whole
+for shared in proc dev tmp; do mount --rbind /$shared {place}/whole/$shared; done
 echo ready
 exec sleep infinity
 """
@@ -58,7 +58,7 @@ class ThrowAwayRoot:
 
     def argv(self, *words: str) -> list[str]:
         """What runs `words` in it; the process that is started becomes that program."""
-        return ["nsenter", f"--target={self._holder.pid}", "--mount", CHROOT, f"{self._place}/root", *words]
+        return ["nsenter", f"--target={self._holder.pid}", "--mount", CHROOT, f"{self._place}/whole", *words]
 
     def run(self, *words: str, text: str | None = None) -> "subprocess.CompletedProcess[str]":
         path = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
