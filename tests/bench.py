@@ -12,6 +12,7 @@ import gc
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
@@ -344,13 +345,59 @@ def measure_virtual_daemon(pods: int) -> Row:
     return {"seconds": seconds, "probes": probes, "ready": ready}
 
 
-def measure_startup(*arguments: str) -> Row:
-    """Wall time of a whole `vk-cocoon` process, started and waited for."""
+def installed() -> list[str]:
+    """The program of this environment."""
     script = shutil.which("vk-cocoon", path=str(Path(sys.executable).parent))
-    command = [script] if script else [sys.executable, "-c", "from vkcocoon_cli import main; main()"]
-    begin = time.perf_counter()
-    subprocess.run([*command, *arguments], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
-    return {"ms": (time.perf_counter() - begin) * 1e3}
+    return [script] if script else [sys.executable, "-c", "from vkcocoon_cli import main; main()"]
+
+
+def measure_startup(*command: str) -> Row:
+    """Wall and CPU time of a whole process, started and waited for."""
+    begin, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    cpu = after.ru_utime + after.ru_stime - used.ru_utime - used.ru_stime
+    return {"ms": (time.perf_counter() - begin) * 1e3, "cpu_ms": cpu * 1e3}
+
+
+def measure_daemon(*command: str) -> Row:
+    """From the start of the daemon to its node being Ready in a fake cluster, and from SIGTERM to its end; no pods."""
+    make_cooperative()
+    import socket
+
+    from simulator import live_world
+    from vkcocoon_kube import ApiError
+    from vkcocoon_probes import SystemClock
+    from vkcocoon_status import condition_of
+
+    clock = SystemClock()
+    live_world._program = lambda: list(command)
+    with tempfile.TemporaryDirectory() as home:
+        world = live_world.LiveWorld(live_world.Place(Path(home), bridged=False), clock, lambda *_: None)
+        told = world.environment() | {"SHIV_ROOT": os.environ.get("SHIV_ROOT", str(Path.home() / ".shiv"))}
+        world.daemon._environment = lambda: told
+
+        def ready() -> bool:
+            try:
+                node = world.kube.admin.get(f"/api/v1/nodes/{live_world.NODE_NAME}")
+            except ApiError:
+                return False
+            return condition_of(node.get("status") or {}, "Ready").get("status") == "True"
+
+        try:
+            world.start(socket.create_server(("127.0.0.1", 0)), daemon=False)
+            begin = clock.monotonic()
+            world.daemon.start()
+            while not ready():
+                if clock.monotonic() - begin > 60:
+                    raise SystemExit(f"the node did not become Ready\n{world.daemon.log_tail()}")
+                clock.sleep(0.01)
+            up = clock.monotonic() - begin
+            begin = clock.monotonic()
+            world.daemon.stop()
+            return {"ready_s": up, "stop_s": clock.monotonic() - begin}
+        finally:
+            world.close()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -442,12 +489,29 @@ def virtual() -> str:
 
 
 def startup() -> str:
-    rows = [("command", "wall ms")]
-    for arguments in (["--help"], ["version"], ["run", "--help"]):
+    """Commands from this environment and, when `make dist` has built it, from the single file after its first start."""
+    rows = [("command", "wall ms", "of it CPU", "aim")]
+
+    def row(name: str, aim: str, *command: str) -> tuple[str, ...]:
         # Without a child in between: what is measured is a process already.
-        taken = [measure_startup(*arguments)["ms"] for _ in range(11)]
-        rows.append((f"`vk-cocoon {' '.join(arguments)}`", f"{statistics.median(taken):.0f}"))
-    return "Whole processes, median of 11.\n\n" + table(*rows)
+        taken = [measure_startup(*command) for _ in range(11)]
+        return name, *(f"{statistics.median(one[figure] for one in taken):.0f}" for figure in ("ms", "cpu_ms")), aim
+
+    for arguments, aim in ((["--help"], "200"), (["version"], "–"), (["run", "--help"], "–")):
+        rows.append(row(f"`vk-cocoon {' '.join(arguments)}`", aim, *installed(), *arguments))
+    single = [
+        str(path) for path in sorted((ROOT / "dist").glob(f"*-cp{''.join(map(str, sys.version_info[:2]))}-*.pyz"))
+    ]
+    for path in single:
+        measure_startup(path, "--version")  # unpacks it
+        rows.append(row("the single file, `--help`", "500", path, "--help"))
+    lives = [("daemon without pods", "s to node Ready", "aim", "s from SIGTERM to the end", "aim ")]
+    for name, command in [("this environment", installed()), *(("the single file", [path]) for path in single)]:
+        life = medians(measure_daemon, *command, times=5)
+        lives.append((name, f"{life['ready_s']:.2f}", "3", f"{life['stop_s']:.2f}", "10"))
+    missing = "" if single else "\n\nWithout the single file, which `make dist` builds."
+    text = "Whole processes, median of 11; daemons beside a fake cluster in this machine, median of 5."
+    return f"{text}\n\n{table(*rows)}\n\n{table(*lives)}{missing}"
 
 
 BENCHES = {
