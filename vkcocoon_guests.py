@@ -82,7 +82,7 @@ class Reach:
         if self.pinger.degraded:
             return ProbeResult(True, Reason.PING_SKIPPED, f"no raw ICMP socket: {ip} is taken for ready unasked")
         try:
-            self.pinger.ping(ip, deadline.at_most(deadline.patience))
+            self.pinger.ping(ip, deadline.of_one_echo())
         except PingTimeout:
             return ProbeResult(False, Reason.PING_TIMEOUT, f"icmp: no reply from {ip}")
         except PingError as error:

@@ -149,12 +149,13 @@ class _Tally:
 
 
 class _ProbeCollector:
-    """What probes found and how long they took: counted thousands of times a second, rendered when asked."""
+    """What probes looked up, found and took: counted thousands of times a second, rendered when asked."""
 
     def __init__(self) -> None:
         self._seconds = {(kind, ready): _Tally(PROBE_BUCKETS) for kind in PROBE_KINDS for ready in (True, False)}
         self._lateness = _Tally(LATENESS_BUCKETS)
         self._reasons: dict[str, int] = {}
+        self.lookups = dict.fromkeys(LOOKUPS, 0)
 
     def count(self, kind: str, result: ProbeOutcome, lateness_s: float, took_s: float) -> None:
         self._seconds[kind, result.ready].add(took_s)
@@ -172,7 +173,10 @@ class _ProbeCollector:
         probes = CounterMetricFamily(f"{PREFIX}_probes", "Probes, by what they found.", labels=["reason"])
         for reason, number in sorted(self._reasons.items()):
             probes.add_metric([str(reason)], number)
-        return seconds, lateness, probes
+        lookups = CounterMetricFamily(f"{PREFIX}_lease_lookups", "Lookups in the DHCP lease file.", labels=["result"])
+        for result, number in self.lookups.items():
+            lookups.add_metric([result], number)
+        return seconds, lateness, probes, lookups
 
 
 def _known_os(text: str) -> str:
@@ -197,8 +201,6 @@ class Metrics:
         self._time_to_ready = self._histogram(
             "time_to_ready_seconds", "From a pod's creation to its first Ready.", "os", buckets=READY_BUCKETS
         )
-        lookups = self._counter("lease_lookups", "Lookups in the DHCP lease file.", "result")
-        self._lease_lookups = {result: lookups.labels(result) for result in LOOKUPS}
         self._lease_releases = self._counter("lease_release", "DHCP leases given back.", "result")
         self._status_writes = self._counter("status_writes", "Writes of a pod's status.", "result")
         self._qemu_restarts = self._counter("qemu_restarts", "Restarts of macOS guests found dead.", "result")
@@ -251,7 +253,7 @@ class Metrics:
 
     def lease_lookup(self, result: str) -> None:
         """`result`: found, missing, conflict or unreadable."""
-        self._lease_lookups[result].inc()
+        self._probes.lookups[result] += 1
 
     def leases_from(self, path: str, clock: Clock) -> None:
         """Which file's age is shown."""

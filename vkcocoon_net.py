@@ -450,9 +450,9 @@ class IcmpPinger:
         echo = self._register(ip)
         try:
             sent = self._send(echo)
-            self._drain()  # in a burst the answers of those before us fill the buffer while we all send
-            if not echo.done.wait(max(0.0, deadline.remaining())):
-                self._drain()  # the hub may be late; what lies in the buffer has arrived
+            self._drain(echo)  # in a burst the answers of those before us fill the buffer while we all send
+            if not echo.done.is_set() and not echo.done.wait(deadline.remaining()):
+                self._drain(echo)  # the hub may be late; what lies in the buffer has arrived
         finally:
             del self._pending[echo.sequence]
         if not echo.done.is_set():
@@ -492,11 +492,19 @@ class IcmpPinger:
             raise PingError(f"cannot send to {echo.ip}: {error.strerror}") from error
         return started
 
-    def _drain(self) -> None:
-        """Take what has arrived and wake those it answers. Runs in the hub too: it never switches and never raises."""
-        with suppress(OSError):  # BlockingIOError: nothing left. Any other says nothing about any echo.
+    def _drain(self, mine: _Echo | None = None) -> None:
+        """Take what has arrived, up to the answer to `mine`, and wake those it answers.
+
+        Runs in the hub too: it never switches and never raises.
+        """
+        receive, dispatch = self._socket.recv, self._dispatch
+        try:
             for _ in range(_DRAIN_PACKETS):
-                self._dispatch(self._socket.recv(_PACKET_BYTES))
+                dispatch(receive(_PACKET_BYTES))
+                if mine is not None and mine.done.is_set() and not mine.error:
+                    return  # what else there is, the hub takes: the saved call is a tenth of an echo
+        except OSError:  # BlockingIOError: nothing left. Any other says nothing about any echo.
+            pass
 
     def _dispatch(self, packet: bytes) -> None:
         """Match one IP packet. The kernel vouches for the IP header, nobody for what follows it."""

@@ -432,6 +432,9 @@ class PodController:
     # --- what counts as a change ----------------------------------------------------------------------------------
 
     def _differs(self, old: Object, new: Object) -> bool:
+        version = new["metadata"].get("resourceVersion")
+        if version and version == old["metadata"].get("resourceVersion"):
+            return False  # most of what a list brings
         ours = self._publishers.owned_annotations(uid_of(new))
         return _task(old, ours) != _task(new, ours)
 

@@ -34,7 +34,9 @@ from types import TracebackType
 from typing import Any, Protocol
 
 import gevent
+from gevent import get_hub, getcurrent
 from gevent.event import Event
+from gevent.hub import Waiter
 from gevent.pool import Group
 
 __all__ = [
@@ -152,13 +154,14 @@ class _SystemBound(Bound):
     __slots__ = ("_timer",)
 
     def arm(self, seconds: float) -> None:
-        self._timer = gevent.Timeout(seconds + BOUND_SLACK_S, self.interrupt)  # noqa: TID251  the system's timer
-        self._timer.start()
+        # The loop's own timer: gevent.Timeout would cost every probe as much again as the rest of its bookkeeping.
+        self._timer: Any = get_hub().loop.timer(seconds + BOUND_SLACK_S)
+        self._timer.start(getcurrent().throw, self.interrupt, update=True)
 
     def disarm(self) -> bool:
-        fired = not self._timer.pending
+        waits = self._timer.active or self._timer.pending
         self._timer.close()
-        return fired
+        return not waits
 
 
 class SystemClock:
@@ -171,10 +174,22 @@ class SystemClock:
         return datetime.now(UTC)  # noqa: TID251  this class is where time comes from
 
     def wait(self, event: Event, timeout: float | None) -> bool:
-        if timeout is not None and timeout < 0:
-            timeout = 0
-        # gevent answers False when its timer came first, even if the event was set by the time we run again.
-        return event.wait(timeout) or event.is_set()
+        if event.is_set():
+            return True
+        if timeout is None:
+            return bool(event.wait())
+        # As Event.wait does it, without an exception to end it: this is what each probe waits with.
+        waiter: Waiter[object] = Waiter()
+        wake = waiter.switch
+        timer = get_hub().loop.timer(max(0.0, timeout))
+        timer.start(wake, None, update=True)  # from now, not from when the loop last looked
+        event.rawlink(wake)
+        try:
+            woken = waiter.get() is event
+        finally:
+            timer.close()
+            event.unlink(wake)
+        return woken or event.is_set()  # set at the instant the timer came counts, too
 
     def sleep(self, seconds: float) -> None:
         gevent.sleep(max(0.0, seconds))  # noqa: TID251  this class is where waiting happens
@@ -198,17 +213,17 @@ class Deadline:
 
     def __init__(self, clock: Clock, seconds: float, *, patience: float | None = None) -> None:
         self._clock = clock
-        self._end_us = microseconds(clock.monotonic() + seconds)
+        self._end_us = round((clock.monotonic() + seconds) * 1_000_000)
         self._patience_s = patience
 
     def remaining(self) -> float:
         """Seconds left, never negative."""
-        left_us = self._end_us - microseconds(self._clock.monotonic())
+        left_us = self._end_us - round(self._clock.monotonic() * 1_000_000)
         return left_us / 1_000_000 if left_us > 0 else 0.0
 
     @property
     def expired(self) -> bool:
-        return self._end_us <= microseconds(self._clock.monotonic())
+        return self._end_us <= round(self._clock.monotonic() * 1_000_000)
 
     @property
     def patience(self) -> float:
@@ -216,11 +231,14 @@ class Deadline:
         remaining = self.remaining()
         return remaining if self._patience_s is None else min(self._patience_s, remaining)
 
+    def of_one_echo(self) -> Deadline:
+        """The deadline of an echo that begins now: after its patience, if there is a limit to it (T1)."""
+        return self if self._patience_s is None else self.at_most(self._patience_s)
+
     def at_most(self, seconds: float) -> Deadline:
         """A deadline on the same clock that is ``seconds`` away, or this one's instant if that is nearer."""
         nearer = Deadline(self._clock, seconds, patience=self._patience_s)
-        nearer._end_us = min(nearer._end_us, self._end_us)
-        return nearer
+        return nearer if nearer._end_us < self._end_us else self
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -488,7 +506,7 @@ class ProbeManager:
         self._closed = True
         for agent in list(self._agents.values()):
             self._retire(agent)
-        if any(greenlet is gevent.getcurrent() for greenlet in self._group):
+        if any(greenlet is getcurrent() for greenlet in self._group):
             return
         if self._clock.wait(self._quiet, CLOSE_GRACE_S):
             return
@@ -530,9 +548,13 @@ class ProbeManager:
         agent.last, agent.took = result, ended - began
         changed = agent.observe(result)
         lateness, agent.due = began - agent.due, ended + agent.pause_us / 1_000_000
-        _log_probe(agent, result, was_ready)
+        if changed or not result.ready:
+            _log_probe(agent, result, was_ready)
         if self._observer is not None:
-            self._tell_observer(self._observer, agent, result, lateness, ended - began)
+            try:
+                self._observer(agent, result, lateness, ended - began)
+            except Exception:  # a metric must not end the loop of a pod
+                log.exception("observer failed key=%s", agent.key)
         return changed
 
     def _guarded(self, agent: ProbeAgent) -> ProbeResult:
@@ -550,14 +572,6 @@ class ProbeManager:
             ready, reason, message = False, REASON_ERROR, f"the probe raised {type(error).__name__}"
             _log_error(agent, message)
         return ProbeResult(ready, reason, message, clock.now())
-
-    def _tell_observer(
-        self, observer: Observer, agent: ProbeAgent, result: ProbeResult, lateness: float, took: float
-    ) -> None:
-        try:
-            observer(agent, result, lateness, took)
-        except Exception:  # a metric must not end the loop of a pod
-            log.exception("observer failed key=%s", agent.key)
 
     def _call_back(self, agent: ProbeAgent) -> None:
         try:

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from decimal import Decimal
+from functools import cached_property
 from typing import Any, TypedDict
 
 from vkcocoon_quantity import parse_quantity
@@ -72,9 +73,12 @@ class CpuPolicy(TypedDict, total=False):
     cpu_period_us: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class PodSpec:
-    """A pod's wishes, read once per create or update. ``annotations`` are the pod's, ``resources`` container 0's."""
+    """A pod's wishes, read once per create or update. ``annotations`` are the pod's, ``resources`` container 0's.
+
+    What every probe asks for is kept once it was read: the annotations of one spec never change.
+    """
 
     vm_name: str
     annotations: Mapping[str, str]
@@ -105,7 +109,7 @@ class PodSpec:
         """Booleans of the contract: exactly ``true`` is true, everything else is false."""
         return self.annotations.get(key) == "true"
 
-    @property
+    @cached_property
     def managed(self) -> bool:
         return self.flag(MANAGED)
 
@@ -125,11 +129,11 @@ class PodSpec:
     def keep_snapshot(self) -> bool:
         return self.flag(KEEP_SNAPSHOT)
 
-    @property
+    @cached_property
     def os(self) -> str:
         return self.annotations.get(OS, "").strip().casefold() or "linux"
 
-    @property
+    @cached_property
     def macos(self) -> bool:
         return self.managed and self.os == "macos"
 

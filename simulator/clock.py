@@ -20,6 +20,7 @@ thread pool in a virtual world: the clock does not wait for them.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import zlib
 from collections.abc import Callable
@@ -41,24 +42,17 @@ __all__ = ["VirtualClock"]
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 # So many rounds at one instant are no cascade of events any more but somebody waiting for zero seconds in a loop.
 MOST_ROUNDS_AT_ONE_INSTANT = 100_000
+# An event log only grows, so every so often the collector looks at all of it in vain: while time passes, less often.
+RARE_COLLECTIONS = (50_000, 20, 50)
 
 _WAIT, _BOUND = 0, 1  # kinds of timers, in the order they fire at one instant
 
 
-class _Timer:
-    """A canceled timer stays in the heap, without what it would have called, until its instant comes.
-
-    ``owner``: who set it, a greenlet or a name; it is asked only when the order of an instant is drawn.
-    """
-
-    __slots__ = ("fire", "owner")
-
-    def __init__(self, fire: Callable[[Any], object], owner: object) -> None:
-        self.fire: Callable[[Any], object] | None = fire
-        self.owner = owner
-
-    def cancel(self) -> None:
-        self.fire = None
+# A timer is a list, which a heap compares at the speed of C: twice the instant in microseconds plus the kind, the order
+# of setting, what to call (None: canceled; it stays in the heap until its instant comes), and who set it, a greenlet or
+# a name, which is asked only when the order of an instant is drawn.
+_Timer = list[Any]
+_KEY, _FIRE, _OWNER = 0, 2, 3
 
 
 class _VirtualBound(Bound):
@@ -74,7 +68,7 @@ class _VirtualBound(Bound):
         self._timer = self._clock._set(seconds, _BOUND, self._fire)
 
     def disarm(self) -> bool:
-        self._timer.cancel()
+        self._timer[_FIRE] = None
         return self._fired
 
     def _fire(self, _: object) -> None:
@@ -93,13 +87,13 @@ class VirtualClock:
             raise RuntimeError("virtual time needs gevent's libev loop, not libuv: unset GEVENT_LOOP")
         if start.tzinfo is None:
             raise ValueError("start needs a time zone")
+        self._loop: Any = loop
         self.now_us = 0
         self._start = start
         self._wall_step_us = 0
         self._wall = 0, start  # the answer of now() at an instant: it is asked several times at each
         self._seed = seed
-        # Twice the instant in microseconds, plus the kind; then the order of setting.
-        self._heap: list[tuple[int, int, _Timer]] = []
+        self._heap: list[_Timer] = []
         self._count = itertools.count()
         self._visits = itertools.count()
         self._driver: Waiter[Any] | None = None
@@ -121,7 +115,7 @@ class VirtualClock:
     def wait(self, event: Event, timeout: float | None) -> bool:
         if event.is_set():
             return True
-        if self._nobody_drives():
+        if self._driver is None and self._nobody_drives():
             return self._drive_through(event, timeout)
         if timeout is None:
             event.wait()
@@ -134,14 +128,14 @@ class VirtualClock:
         try:
             woken = waiter.get() is event
         finally:
-            timer.cancel()
+            timer[_FIRE] = None
             event.unlink(wake)
         if woken:
             self._take_turn()
         return woken or event.is_set()
 
     def sleep(self, seconds: float) -> None:
-        if self._nobody_drives():
+        if self._driver is None and self._nobody_drives():
             self._drive_through(Event(), seconds)
         else:
             self._pause(seconds)
@@ -204,10 +198,10 @@ class VirtualClock:
     # Inside
 
     def _set(self, seconds: float, kind: int, fire: Callable[[Any], object], owner: object = None) -> _Timer:
-        timer = _Timer(fire, owner or getcurrent())
         # A positive wait takes at least a microsecond, or a loop over a tiny remainder would never get past it.
         delay_us = (round(seconds * 1_000_000) or 1) if seconds > 0 else 0
-        heappush(self._heap, (2 * (self.now_us + delay_us) + kind, next(self._count), timer))
+        timer = [2 * (self.now_us + delay_us) + kind, next(self._count), fire, owner or getcurrent()]
+        heappush(self._heap, timer)
         return timer
 
     def _pause(self, seconds: float) -> None:
@@ -216,7 +210,7 @@ class VirtualClock:
         try:
             waiter.get()
         finally:
-            timer.cancel()
+            timer[_FIRE] = None
 
     def _take_turn(self) -> None:
         """Between the setting of an event and the running of who waited for it, others may run: as drawn."""
@@ -246,7 +240,7 @@ class VirtualClock:
 
     def _nobody_drives(self) -> bool:
         # Only the main greenlet has no parent; it may be a test that calls the provider directly.
-        return self._driver is None and getcurrent().parent is None
+        return getcurrent().parent is None
 
     def _drive_through(self, event: Event, timeout: float | None) -> bool:
         """A wait of the main greenlet: like any other one, but it also makes time pass."""
@@ -258,7 +252,7 @@ class VirtualClock:
         finally:
             event.unlink(ended_by.append)
             if timer is not None:
-                timer.cancel()
+                timer[_FIRE] = None
         return event in ended_by or event.is_set()
 
     def _drive(self, end_us: int | None, predicate: Callable[[], object] | None) -> bool:
@@ -268,24 +262,29 @@ class VirtualClock:
         driver: Waiter[Any] = Waiter()
         self._driver = driver
         # An idle watcher is called when no callback and no greenlet is left to run: the moment to move the clock.
-        idle = gevent.get_hub().loop.idle()
+        idle = self._loop.idle()
         idle.start(self._turn, driver, end_us, predicate)
+        thresholds = gc.get_threshold()
+        gc.set_threshold(*RARE_COLLECTIONS)
         try:
             return bool(driver.get())
         finally:
+            gc.set_threshold(*thresholds)
             self._driver = None
             idle.stop()
             idle.close()
 
     def _turn(self, driver: Waiter[Any], end_us: int | None, predicate: Callable[[], object] | None) -> None:
         # In the hub. Only one of the switches to the driver happens, and nothing of ours may follow it.
+        loop = self._loop
         try:
-            verdict = self._advance(end_us, predicate)
+            while (verdict := self._advance(end_us, predicate)) is None:
+                if loop._callbacks or loop.pendingcnt:
+                    return  # what these woke goes first; then we are called again
         except Exception as error:  # noqa: BLE001  it belongs to the driver, not to the hub
             driver.throw(error)
             return
-        if verdict is not None:
-            driver.switch(verdict)
+        driver.switch(verdict)
 
     def _advance(self, end_us: int | None, predicate: Callable[[], object] | None) -> bool | None:
         """One round: the verdict for the driver, or None after firing the next timers."""
@@ -294,38 +293,41 @@ class VirtualClock:
         if predicate is not None and predicate():
             return True
         heap = self._heap
-        while heap and heap[0][2].fire is None:
+        while heap and heap[0][_FIRE] is None:
             heappop(heap)
-        if not heap or (end_us is not None and heap[0][0] >> 1 > end_us):
+        instant_us = heap[0][_KEY] >> 1 if heap else None
+        if instant_us is None or (end_us is not None and instant_us > end_us):
             if end_us is None:
                 raise RuntimeError("waiting for ever: no timer is left that could change anything")
             self.now_us = end_us
             self._rounds_here = 0
             return False
-        self._move_to(heap[0][0] >> 1)
-        self._fire()
-        return None
-
-    def _move_to(self, instant_us: int) -> None:
         self._rounds_here = self._rounds_here + 1 if instant_us == self.now_us else 0
         if self._rounds_here > MOST_ROUNDS_AT_ONE_INSTANT:
             raise RuntimeError(f"time stands still at {self.elapsed()} s: somebody waits for 0 s in a loop")
         self.now_us = instant_us
+        self._fire()
+        return None
 
     def _fire(self) -> None:
         """Fire all timers of one kind that are due now; those set meanwhile have to wait for the next round."""
         heap = self._heap
-        key, _, timer = heappop(heap)
+        timer = heappop(heap)
+        key = timer[_KEY]
+        if not heap or heap[0][_KEY] != key:
+            timer[_FIRE](None)
+            return
         due = [timer]
-        while heap and heap[0][0] == key:
-            due.append(heappop(heap)[2])
-        if self._seed is not None and len(due) > 1:
+        while heap and heap[0][_KEY] == key:
+            due.append(heappop(heap))
+        if self._seed is not None:
             due.sort(key=self._draw)  # timers of one owner stay in the order they were set
         for timer in due:
             # An earlier one may have canceled it.
-            if timer.fire is not None:
-                timer.fire(None)
+            if timer[_FIRE] is not None:
+                timer[_FIRE](None)
 
     def _draw(self, timer: _Timer) -> int:
-        name = timer.owner if isinstance(timer.owner, str) else getattr(timer.owner, "name", "main")
+        owner = timer[_OWNER]
+        name = owner if isinstance(owner, str) else getattr(owner, "name", "main")
         return zlib.crc32(f"{self._seed}/{self.now_us}/{name}".encode())

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, fields
 from datetime import datetime
+from functools import lru_cache
 from random import Random
 from typing import Any, Generic, NoReturn, Protocol, TypeVar, overload
 
@@ -66,7 +67,13 @@ class Killed(BaseException):
 
 def pretty(document: object) -> str:
     """JSON as both tools print results: two spaces, and a newline at the end."""
-    return json.dumps(document, indent=2) + "\n"
+    return _indented(json.dumps(document))
+
+
+@lru_cache(maxsize=32)
+def _indented(compact: str) -> str:
+    # The library indents in Python, far slower than everything else, and a list of VMs is asked for again and again.
+    return json.dumps(json.loads(compact), indent=2) + "\n"
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -677,7 +677,9 @@ class FakeHost:
 
     def jitter(self, *about: str) -> float:
         """What something takes by itself at this instant, in seconds."""
-        return self._jitter_s * self.rng.unit(*about, self.clock.now_us) if isinstance(self.rng, Chance) else 0.0
+        if not self._jitter_s or not isinstance(self.rng, Chance):
+            return 0.0
+        return self._jitter_s * self.rng.unit(*about, self.clock.now_us)
 
     def move(self, guest: Guest, old: str, new: str) -> None:
         """A guest changes its address; "" = none."""
