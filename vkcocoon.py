@@ -103,12 +103,12 @@ class Provider:
         )
         self._startup = Startup(
             work,
+            creation=self._creation,
             setup=setup,
             removal=self._removal,
             snapshots=snapshots,
             vnc=vnc,
             track=self._track,
-            create=self.create_pod,
         )
         ports.metrics.pods_from(lambda: self._pods)
         ports.metrics.leases_from(settings.leases_path, ports.clock)
@@ -139,7 +139,7 @@ class Provider:
 
         Safe to repeat: a pod that already has its VM is only published again. Raises NotOurs, SpecError, CommandError.
         """
-        entry = self._track(pod)
+        entry = self._settled(pod)
         if entry.vm is None and not entry.hibernated and not entry.terminating:
             if entry.intent.state is not IntentState.FAILED:  # a failed create stays visible until one succeeds
                 entry.set_intent(IntentState.CREATING)
@@ -163,7 +163,7 @@ class Provider:
         """
         if pod["metadata"]["uid"] not in self._pods:
             return self.create_pod(pod)
-        entry = self._track(pod)
+        entry = self._settled(pod)
         if entry.vm is None and not entry.hibernated:
             return self.create_pod(pod)
         self._hibernation.apply(entry)
@@ -190,6 +190,8 @@ class Provider:
             if entry.uid in self._pods:
                 self._publication.terminating(entry)
             entry.deleting = True
+            if entry.adoption is not None:
+                entry.adoption.set()
             self._readiness.stop(entry)
 
     def get_pod(self, namespace: str, name: str) -> Pod | None:
@@ -232,7 +234,8 @@ class Provider:
     def reconcile_startup(self) -> None:
         """Adopt the VMs of the pods bound to this node, each probed before it is published, all side by side.
 
-        Raises ApiError or CommandError when either list could not be read whole; nothing was touched then.
+        Returns when it is settled which VM is whose; the first probes go on, and hold up only their own pods. Raises
+        ApiError or CommandError when either list could not be read whole; nothing was touched then.
         """
         self._startup.reconcile()
 
@@ -241,7 +244,8 @@ class Provider:
         self._work.gate = gate
 
     def watch_vms(self) -> None:
-        """Follow what happens to VMs behind our back, until `close`."""
+        """Follow what happens to VMs behind our back, until `close`; those that were adopted are probed before."""
+        self._startup.join()
         self._watch.run()
 
     def overdue_probes(self) -> list[tuple[str, float]]:
@@ -270,6 +274,13 @@ class Provider:
         self._hibernation.recover(entry, vm)
 
     # --- tracking -------------------------------------------------------------------------------------------------
+
+    def _settled(self, pod: Pod) -> TrackedPod:
+        """The entry of the pod, once its first probe after our start came back, or its deletion began."""
+        entry = self._track(pod)
+        if entry.adoption is not None:
+            self._ports.clock.wait(entry.adoption, None)
+        return entry
 
     def _track(self, pod: Pod) -> TrackedPod:
         """The entry of this incarnation with the newest pod in it. A namesake of another UID loses its claim (P3)."""

@@ -56,9 +56,8 @@ class Creation:
 
     def bring_up(self, entry: TrackedPod) -> None:
         """The VM by the way the annotations ask for, bound to the pod, probed once, published."""
+        self._check(entry)
         spec = entry.spec
-        spec.check_name()
-        spec.check_cpu_class(self._work.settings.snapshot_cpu_class)
         self._check_rival(entry)
         way = self._way(entry)
         with self._work.locks.held(spec.vm_name):
@@ -67,6 +66,11 @@ class Creation:
         if not self._pods.holds(entry) or entry.deleting:
             return  # delete comes next for this pod and removes what was made, by its name
         self._setup.bind(entry, vm, way.verb)
+
+    def pointed_at(self, entry: TrackedPod) -> VM:
+        """The VM that an unmanaged pod points at; only memory."""
+        self._check(entry)
+        return self._unmanaged_vm(entry)
 
     def woken(self, entry: TrackedPod) -> VM:
         """The VM that was hibernated here, cloned from its snapshot; the caller holds its lock."""
@@ -91,6 +95,10 @@ class Creation:
             message = f"VM {name} was hibernated on this host and goes on from there"
             self._work.ports.event(entry.pod, "Warning", "HibernateSnapshotExists", message)
         return True
+
+    def _check(self, entry: TrackedPod) -> None:
+        entry.spec.check_name()
+        entry.spec.check_cpu_class(self._work.settings.snapshot_cpu_class)
 
     def _check_rival(self, entry: TrackedPod) -> None:
         if entry.spec.managed and (rival := self._pods.rival(entry)) is not None:

@@ -1,9 +1,10 @@
 """The daemon: the rooms wired together, started in the one order that is safe, and stopped without losing a word.
 
 Start: the lease of a node that is already registered is renewed first, before anything that can take long (K10); then
-what runs is adopted, each pod probed before it is published; then the node is registered, so that the scheduler sees
-it only when it can take pods; then the pods bound to it are watched. Lists that cannot be read are asked for again
-with a pause that grows: nothing is adopted, created or destroyed on half a picture.
+it is settled which VM is whose, and each pod that has one is probed before it is published; beside these probes the
+node is registered, so that the scheduler sees it only when it can take pods, and the pods bound to it are watched.
+Lists that cannot be read are asked for again with a pause that grows: nothing is adopted, created or destroyed on half
+a picture.
 
 Stop: first nobody acts on pods any more, then the probes end, then what is still owed to the API gets a short while.
 VMs are not touched: a restart of this process is invisible to the guests.

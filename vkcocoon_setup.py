@@ -1,6 +1,7 @@
 """The intent half of Ready: from a VM that runs to a pod that may be ready.
 
     bind            the VM is the pod's: first probe, set-up or address, publication, in this order
+    adopt           the same beside whoever calls, for one that runs when we start
     set-up          what a guest cannot know by itself after a clone, told to it over `cocoon vm exec` until it took it
     address         a ready intent needs one that resolves, not a successful probe (T6)
 
@@ -23,7 +24,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
+from gevent.event import Event
 from gevent.lock import BoundedSemaphore
+from gevent.pool import Group
 
 from vkcocoon_ports import Workplace
 from vkcocoon_probes import spawn
@@ -119,6 +122,16 @@ class GuestSetup:
 
     def bind(self, entry: TrackedPod, vm: VM, verb: str) -> None:
         """The pod has its VM: first probe, set-up or address, publication, in this order (clause 2 of the contract)."""
+        self._bring_in(entry, vm, verb, self._take(entry, vm, verb))
+
+    def adopt(self, entry: TrackedPod, vm: VM, verb: str, beside: Group) -> None:
+        """The same for a VM that runs already. It is the pod's when this returns, and the rest is done in a greenlet of
+        ``beside``: until the first probe came back the pod is neither published nor acted upon. Memory only."""
+        entry.adoption = Event()
+        spawn(beside, f"adopt {entry.key}", self._bring_in, entry, vm, verb, self._take(entry, vm, verb))
+
+    def _take(self, entry: TrackedPod, vm: VM, verb: str) -> _Task | None:
+        """From now on the VM is the pod's. What its guest is owed."""
         task, entry.woken = self._task(entry, vm, verb), self._has_woken(entry, verb)
         entry.has(vm)
         entry.lost, entry.hibernated, entry.committed = "", False, True
@@ -127,7 +140,14 @@ class GuestSetup:
             entry.setup = SetupState()
         if verb != "adopt" or not _failed_for_good(entry.intent):
             entry.set_intent(IntentState.CREATING)
-        self._readiness.start(entry)
+        return task
+
+    def _bring_in(self, entry: TrackedPod, vm: VM, verb: str, task: _Task | None) -> None:
+        try:
+            self._readiness.start(entry)
+        finally:
+            if entry.adoption is not None:
+                entry.adoption.set()
         if not self._pods.holds(entry, vm.id):
             return
         self._go_on(entry, vm, verb, task)

@@ -1,5 +1,8 @@
 """What already runs when we start: adopted, each VM probed before its pod is published, all side by side.
 
+First it is settled which VM is whose, which takes two lists. From then on new pods can be created; the first probes,
+which dead guests draw out to a probe's whole bound, run beside, and hold up nobody but their own pods.
+
 Nothing is touched before both lists, of pods and of VMs, were read whole. A pod whose VM is missing, half made or
 stopped is left to `create_pod`, which the controller calls for it anyway; what is owed to an adopted one (a hibernate,
 a wake, the set-up of its guest) is done by `update_pod`, which is called once for each. A VM that no pod asks for is
@@ -13,6 +16,7 @@ from collections.abc import Callable
 import structlog
 from gevent.pool import Group
 
+from vkcocoon_creation import Creation
 from vkcocoon_kube import list_all
 from vkcocoon_macos import VncPorts
 from vkcocoon_ports import Workplace
@@ -34,31 +38,32 @@ log = structlog.get_logger()
 
 
 class Startup:
-    """Reconciles once, at start. `track` and `create` are the provider's."""
+    """Reconciles once, at start. `track` is the provider's."""
 
     def __init__(
         self,
         work: Workplace,
         *,
+        creation: Creation,
         setup: GuestSetup,
         removal: Removal,
         snapshots: Snapshots,
         vnc: VncPorts,
         track: Callable[[Pod], TrackedPod],
-        create: Callable[[Pod], None],
     ) -> None:
         self._work = work
         self._pods, self._publication = work.pods, work.publication
         self._runtime, self._macos = work.ports.runtime, work.ports.macos
+        self._creation = creation
         self._setup = setup
         self._removal = removal
         self._snapshots = snapshots
         self._vnc = vnc
         self._track = track
-        self._create = create
+        self._adoptions = Group()
 
     def reconcile(self) -> None:
-        """Adopt the VMs of the pods bound to this node.
+        """Give the pods bound to this node their VMs, and begin to probe them.
 
         Raises ApiError or CommandError when a list could not be read whole; nothing was touched then.
         """
@@ -66,11 +71,11 @@ class Startup:
         pods, _ = list_all(self._work.ports.kube, "/api/v1/pods", field_selector=selector)
         records = self._runtime.list()
         self._snapshots.load()
-        adoptions = Group()
+        settling = Group()
         ours = [pod for pod in pods if PodSpec.of(pod).vm_name and not _ended(pod)]
         for entry in [self._track(pod) for pod in sorted(ours, key=_claim)]:
-            spawn(adoptions, f"adopt {entry.key}", self._adopt, entry, records)
-        adoptions.join()
+            spawn(settling, f"find the VM of {entry.key}", self._settle, entry, records)
+        settling.join()
         names = {PodSpec.of(pod).vm_name for pod in pods} | {entry.spec.vm_name for entry in self._pods}
         ids = {entry.vm.id for entry in self._pods if entry.vm is not None} | set(map(_id_of, pods))
         for record in records:
@@ -90,17 +95,26 @@ class Startup:
             if name and fork_name(name) in self._snapshots:
                 self._removal.drop_fork_later(sources[name], name)
 
-    def _adopt(self, entry: TrackedPod, records: list[VM]) -> None:
-        """What is not adopted stays tracked, so that its VM name stays its own until `create_pod` is called for it."""
-        try:
-            if not entry.spec.managed:
-                self._create(entry.pod)
-            elif self._pods.rival(entry) is None:
-                self._adopt_own(entry, records)
-        except (SpecError, CommandError) as error:  # published, told by an Event, and tried again with the others
-            log.info("pod could not be adopted", pod=entry.key, error=str(error))
+    def join(self) -> None:
+        """Until everything that was adopted has been probed and published."""
+        self._adoptions.join()
 
-    def _adopt_own(self, entry: TrackedPod, records: list[VM]) -> None:
+    def _settle(self, entry: TrackedPod, records: list[VM]) -> None:
+        """What is not adopted stays tracked, so that its VM name stays its own until `create_pod` is called for it."""
+        if not entry.spec.managed:
+            self._settle_unmanaged(entry)
+        elif self._pods.rival(entry) is None:
+            self._settle_own(entry, records)
+
+    def _settle_unmanaged(self, entry: TrackedPod) -> None:
+        try:
+            vm = self._creation.pointed_at(entry)
+        except SpecError as error:
+            log.info("pod could not be adopted", pod=entry.key, error=str(error))
+        else:
+            self._setup.adopt(entry, vm, "unmanaged", self._adoptions)
+
+    def _settle_own(self, entry: TrackedPod, records: list[VM]) -> None:
         self._identify(entry, records)
         vm = self._live_macos(entry) if entry.spec.macos else _record_of(entry, records)
         holder = self._pods.holder_of(vm.id) if vm is not None else None
@@ -109,7 +123,7 @@ class Startup:
         elif vm is not None and entry.terminating:
             entry.has(vm)  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
         elif vm is not None:
-            self._setup.bind(entry, vm, "adopt")
+            self._setup.adopt(entry, vm, "adopt", self._adoptions)
         elif any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
             # One that was saved and stopped in its removal may have lost its disk: what is left of it goes.
             removed_half = entry.intent.state is IntentState.HIBERNATING and entry.spec.vm_name in self._snapshots

@@ -128,6 +128,7 @@ class TrackedPod:
     seen_gone: bool = False  # the API shows that its VM is gone
     restarts: int = 0
     fresh: bool = False  # this process brings it up, and it has not been Ready yet
+    adoption: Event | None = None  # of a VM that ran when we started: set once its first probe came back
     flips: deque[tuple[datetime, bool]] = field(default_factory=lambda: deque(maxlen=FLIPS))  # when Ready became what
     stop: Event = field(default_factory=Event)  # set when it is forgotten; its background greenlets wait on it
 
@@ -155,6 +156,11 @@ class TrackedPod:
     def gone(self) -> bool:
         """The VM that is noted here is certainly no more."""
         return bool(self.lost)
+
+    @property
+    def adopting(self) -> bool:
+        """Its VM ran when we started, and its first probe is still under way."""
+        return self.adoption is not None and not self.adoption.is_set()
 
     @property
     def terminating(self) -> bool:
@@ -335,8 +341,9 @@ class Publication:
             self.publish(entry)
 
     def publish(self, entry: TrackedPod) -> None:
-        """The pod as it is known now. Equal states are handed over once; a pod that is going says nothing more."""
-        if entry.terminating or not self._pods.holds(entry):
+        """The pod as it is known now. Equal states are handed over once; one that is being adopted says nothing before
+        it was probed, and one that is going nothing more."""
+        if entry.adopting or entry.terminating or not self._pods.holds(entry):
             return
         probe = ProbeResult(False, Reason.VM_GONE, entry.lost) if entry.gone else self._probe_of(entry)
         entry.published_ip = self._address_to_publish(entry, probe)

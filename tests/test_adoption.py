@@ -8,6 +8,7 @@ from simulator.world import World
 from tests.provider_rig import FAST, annotations, calls, reason, status
 from tests.test_last_state import macs
 from vkcocoon_kube import ApiError
+from vkcocoon_setup import ADDRESS_POLL
 
 
 def restart(world, away=10.0):
@@ -73,16 +74,121 @@ def test_a_guest_that_died_while_we_were_away_is_told_as_it_is(world):
     assert (world.ready("web-0"), reason(world, "web-0")) == (False, "PingTimeout")
 
 
+SILENT = GuestSpec(boot_s=0.0, lease_s=0.0, ports=(8080,))  # once told to be: a dial then takes the whole bound
+BOUND = 3.0
+
+
+def silent_at_start(world, count, **more):
+    """Restart among so many guests that have become silent; returns the instant of the start."""
+    for number in range(count):
+        annotations = {"vm.cocoonstack.io/probe-port": "8080", **more}
+        world.create_pod(f"dead-{number}", guest=SILENT, annotations=annotations)
+    world.run(10)
+    assert all(world.ready(f"dead-{number}") for number in range(count))
+    world.stop()
+    for number in range(count):
+        world.guest(f"dead-{number}").silent()
+    world.start()
+    return world.clock.elapsed()
+
+
+def pointing_at(world, name):
+    """Annotations of an unmanaged pod whose guest is that of another one."""
+    return {
+        "cocoonset.cocoonstack.io/managed": None,
+        "vm.cocoonstack.io/name": "theirs",
+        "vm.cocoonstack.io/id": "their-id",
+        "vm.cocoonstack.io/ip": annotations(world, name)["ip"],
+        "vm.cocoonstack.io/probe-port": "8080",
+    }
+
+
 def test_first_probes_run_side_by_side(world):
     """Twenty dead guests cost the patience of one, not of twenty."""
-    for number in range(20):
-        world.create_pod(f"dead-{number}", guest=GuestSpec(boot_s=0.0, lease_s=0.0, echo=False))
     world.create_pod("alive", guest=FAST)
-    world.run(10)
-    restart(world)
+    began = silent_at_start(world, 20)
+    world.run(0)
+    assert world.probes("alive")[-1] == began
+    world.run(60)
+    probed = [next(at - began for at in world.probes(f"dead-{number}") if at > began) for number in range(20)]
+    assert probed == [pytest.approx(BOUND)] * 20
+
+
+def test_a_create_does_not_wait_for_the_first_probes_of_what_is_adopted(world):
+    began = silent_at_start(world, 20)
+    world.create_pod("early", guest=FAST)
+    world.run(1)
+    world.create_pod("late", guest=FAST)
+    world.run(1)
+    assert world.daemon.started.is_set()
+    assert world.flips("early")[-1] == (pytest.approx(began + ADDRESS_POLL), True)
+    assert world.flips("late")[-1] == (pytest.approx(began + 1 + ADDRESS_POLL), True)
+
+
+def test_what_is_adopted_is_not_published_before_it_was_probed(world):
+    began = silent_at_start(world, 1)
+    since = len(world.kube.requests)
+    world.annotate("dead-0", note="seen")  # its actor has something to look at
+    world.run(BOUND - 0.001)
+    assert ready_states(world, "dead-0", since) == []
+    world.run(0.001)
+    assert world.flips("dead-0")[-1] == (pytest.approx(began + BOUND), False)
+
+
+def test_an_address_that_becomes_free_publishes_nobody_who_was_not_probed_yet():
+    with World(degraded=True) as world:
+        world.create_pod("leaves", guest=SILENT)  # taken for ready unasked
+        world.run(5)
+        world.create_pod("dead-u", annotations=pointing_at(world, "leaves"))
+        world.run(5)
+        assert world.ready("dead-u")
+        world.stop()
+        world.guest("leaves").silent()
+        world.start()
+        began = world.clock.elapsed()
+        world.run(1)
+        world.delete_pod("leaves")
+        world.run(BOUND)
+        assert world.pod("leaves") is None
+        assert world.flips("dead-u")[-1] == (pytest.approx(began + BOUND), False)
+
+
+def test_what_a_pod_is_asked_for_while_it_is_adopted_waits_for_its_own_probe(world):
+    silent_at_start(world, 1)
+    world.run(1)
+    world.annotate("dead-0", hibernate="true")
+    world.run(1)
+    assert world.host.cocoon.count("snapshot save") == 0
+    world.run(5)
+    assert annotations(world, "dead-0")["lifecycle-state"] == "hibernated"
+    assert world.probes("dead-0")[-1] <= world.clock.elapsed() - 3
+
+
+def test_a_deletion_waits_for_no_first_probe(world):
+    began = silent_at_start(world, 1)
+    world.run(1)
+    world.delete_pod("dead-0")
+    world.run(1)
+    assert world.pod("dead-0") is None
+    assert world.host.pids() == []
+    world.run(30)
+    assert [at for at in world.probes("dead-0") if at > began] == []
+
+
+def test_an_unmanaged_pod_is_adopted_in_the_same_way(world):
+    world.create_pod("elsewhere", guest=SILENT)
+    world.run(5)
+    world.create_pod("dead-u", annotations=pointing_at(world, "elsewhere"))
+    world.run(5)
+    assert world.ready("dead-u")
+    world.stop()
+    world.guest("elsewhere").silent()
+    world.start()
     began = world.clock.elapsed()
-    assert world.clock.run_until(world.daemon.started.is_set, 10)
-    assert world.clock.elapsed() - began <= 0.3
+    world.create_pod("early", guest=FAST)
+    world.run(BOUND)
+    assert world.flips("early")[-1] == (pytest.approx(began + ADDRESS_POLL), True)
+    assert world.flips("dead-u")[-1] == (pytest.approx(began + BOUND), False)
 
 
 def test_a_vm_whose_annotation_never_arrived_is_adopted_by_name(world):

@@ -99,7 +99,7 @@ def test_250_adopted_pods_of_which_5_live_are_all_told_within_a_probe_bound_of_t
     measured("250 adopted, 5 alive", f"5 Ready after {live:.1f} s, all told after {took:.1f} s of process start")
     measured("a create among them", f"Ready after {beside:.1f} s of process start")
     assert sum(is_ready(sight) for sight in newest(pods, made).values()) == 5
-    judge(max(live, took) < 5 + 3)
+    judge(max(live, took) < 5 + 3 and beside < live + 3)
 
 
 def test_a_thousand_guests_that_answer_at_once_are_ready_within_10_s(crowded, pods, measured):
@@ -148,6 +148,7 @@ def test_250_ready_pods_at_rest_cost_no_writes(crowded, plane, pods, measured):
     assert plane.admin.get(node)["metadata"]["resourceVersion"] == before
 
 
+@pytest.mark.timeout(300 + CHURNED / 2)
 def test_memory_is_flat_over_pods_that_come_and_go(crowded, plane, pods, measured):
     host, crowd = crowded()
     host.start()
@@ -165,9 +166,12 @@ def test_memory_is_flat_over_pods_that_come_and_go(crowded, plane, pods, measure
             pods.sights.clear()
 
     churn(500)
-    before, began = host.daemon.memory(), CLOCK.monotonic()
-    churn(CHURNED)
-    grown = (host.daemon.memory() - before) / 2**20
+    resident, began = [host.daemon.memory() / 2**20], CLOCK.monotonic()
+    for _ in range(0, CHURNED, 1000):
+        churn(min(CHURNED, 1000))
+        resident.append(host.daemon.memory() / 2**20)
     rate = CHURNED / (CLOCK.monotonic() - began)
-    measured(f"{CHURNED} pods made and deleted", f"{grown:+.1f} MiB, {rate:.0f} a second")
-    assert grown < 8
+    each = ", ".join(f"{mib:.1f}" for mib in resident)
+    what = f"{rate:.0f} a second; resident before, and after each 1,000: {each} MiB"
+    measured(f"{CHURNED} pods made and deleted", what)
+    assert resident[-1] - resident[0] < 8
