@@ -10,7 +10,7 @@ run: $(VENV)/ready
 	$(BIN)/vk-cocoon playground $(ARGS)
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m tests.side_by_side $(ARGS)
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
@@ -25,7 +25,7 @@ bench: $(VENV)/ready
 # Against a real control plane, built into a cache when it is not there, and against the fake one.
 e2e: $(VENV)/ready
 	$(if $(findstring --control-plane=fake,$(ARGS)),,$(BIN)/python -m tests.e2e.programs build)
-	$(BIN)/python -m pytest tests/e2e -p no:randomly $(ARGS)
+	$(BIN)/python -m tests.e2e -p no:randomly $(ARGS)
 
 # Renews the pages that are made from tables in the code.
 docs: $(VENV)/ready

@@ -6,9 +6,9 @@
     door.close()
 
 It translates between HTTP and the server and decides nothing: routes, media types, query parameters, Status bodies,
-tables. One greenlet per connection, as gevent.pywsgi makes them. A watch sends its headers at once and then one line
-per event; a client that closes its end is noticed at once, so no reader is left behind. There is no authentication:
-serve it on loopback.
+tables. Logs come from the node itself (simulator.fake_kube_proxy). One greenlet per connection, as gevent.pywsgi makes
+them. A watch sends its headers at once and then one line per event; a client that closes its end is noticed at once, so
+no reader is left behind. There is no authentication: serve it on loopback.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import http.client
 import json
 import logging
 import socket
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -33,6 +33,7 @@ from gevent.pywsgi import WSGIHandler, WSGIServer
 from simulator.fake_kube import FakeKube, addressed, delete_options
 from simulator.fake_kube_discovery import document
 from simulator.fake_kube_faults import Request
+from simulator.fake_kube_proxy import NodeLog, location_of_log
 from simulator.fake_kube_resources import Refusal, Target, bad_request, method_not_allowed, parse_path, status_of
 from simulator.fake_kube_selectors import selector
 from simulator.fake_kube_store import PatchKind, WriteOptions, revision_of
@@ -56,7 +57,7 @@ _PATCH_KINDS: dict[str, PatchKind] = {
     "application/json-patch+json": "json",
     "application/apply-patch+yaml": "apply",
 }
-_PROXIED = frozenset({"attach", "exec", "log", "portforward"})
+_REFUSED = frozenset({"attach", "exec", "portforward"})
 
 
 class _Aborted(Exception):
@@ -123,6 +124,9 @@ class HttpDoor:
             if isinstance(answer, _Watch):
                 self._stream(answer, environ, start_response)
                 return []
+            if isinstance(answer, NodeLog):
+                self._pass_on(answer, environ, start_response)
+                return []
         except ApiError as error:
             answer = _error_answer(error, environ)
         body = answer.encoded()
@@ -133,24 +137,40 @@ class HttpDoor:
     def _stream(self, watch: _Watch, environ: WSGIEnvironment, start_response: StartResponse) -> None:
         write = start_response("200 OK", [("Content-Type", "application/json"), ("Cache-Control", "no-cache, private")])
         write(b"")  # The headers now, not with the first event: clients wait for them.
-        hang_up = gevent.get_hub().loop.io(environ["simulator.socket"].fileno(), 1)
-        # Readable means closed: a client sends nothing while it watches.
-        hang_up.start(watch.stream.abandon)
         try:
-            with self.kube.reading(watch.stream):
+            with _hanging_up(environ, watch.stream.abandon), self.kube.reading(watch.stream):
                 for event in watch.stream.events(watch.options):
                     self._send_line(write, watch.encoded(event))
         except TornStream:
             write(b'{"type":"MODIFIED","object":{"kind":')
             _abort(environ)
-        finally:
-            hang_up.stop()
-            hang_up.close()
+
+    def _pass_on(self, log: NodeLog, environ: WSGIEnvironment, start_response: StartResponse) -> None:
+        write = start_response("200 OK", [("Content-Type", "text/plain")])
+        write(b"")
+        try:
+            with _hanging_up(environ, log.abandon):
+                for piece in log.pieces():
+                    write(piece)
+        except OSError:  # of either side; what was cut must not look like an end
+            _abort(environ)
 
     def _send_line(self, write: Callable[[bytes], object], line: bytes) -> None:
         size = self.chunk_bytes or len(line)
         for start in range(0, len(line), size):
             write(line[start : start + size])
+
+
+@contextmanager
+def _hanging_up(environ: WSGIEnvironment, abandon: Callable[[], None]) -> Iterator[None]:
+    """Calls `abandon` when the client is gone. Readable means closed: it sends nothing while it reads."""
+    watcher = gevent.get_hub().loop.io(environ["simulator.socket"].fileno(), 1)
+    watcher.start(abandon)
+    try:
+        yield
+    finally:
+        watcher.stop()
+        watcher.close()
 
 
 def _abort(environ: WSGIEnvironment) -> NoReturn:
@@ -275,7 +295,7 @@ class _Router:
         self._kube = kube
         self._call = call
 
-    def answer(self) -> _Answer | _Watch:
+    def answer(self) -> _Answer | _Watch | NodeLog:
         call = self._call
         if call.method == "GET" and call.path in ("/healthz", "/livez", "/readyz"):
             return self._perform("GET", lambda: _Answer("ok"))
@@ -303,8 +323,10 @@ class _Router:
 
     # Reading ---------------------------------------------------------------------------------------------------------
 
-    def _read(self, target: Target) -> _Answer | _Watch:
-        if target.subresource in _PROXIED:
+    def _read(self, target: Target) -> _Answer | _Watch | NodeLog:
+        if target.subresource == "log":
+            return self._log(target)
+        if target.subresource in _REFUSED:
             return self._perform("GET", self._refuse_proxy)
         if self._call.flag("watch"):
             return self._watch(target)
@@ -313,8 +335,12 @@ class _Router:
         return self._perform("LIST", lambda: self._list(target))
 
     def _refuse_proxy(self) -> _Answer:
-        sentence = "this API server has no way to the nodes: logs, exec, attach and port-forward are not available"
+        sentence = "this API server passes on logs only: exec, attach and port-forward are not supported"
         raise Refusal(501, "NotImplemented", sentence)
+
+    def _log(self, target: Target) -> _Answer | NodeLog:
+        where = self._perform("GET", lambda: location_of_log(self._kube, target, self._call.query))
+        return NodeLog(self._kube, *where) if where is not None else _Answer("")
 
     def _list(self, target: Target) -> _Answer:
         call, query = self._call, self._call.query
@@ -381,7 +407,7 @@ class _Router:
         return _Answer(body, status, warnings)
 
     def _create(self, target: Target) -> _Answer:
-        if target.subresource in _PROXIED:
+        if target.subresource in _REFUSED:
             return self._perform("POST", self._refuse_proxy)
         body = self._call.body()
         options, unknown = self._options()

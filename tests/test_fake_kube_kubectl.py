@@ -243,10 +243,10 @@ def test_kubectl_drain_evicts(kubectl, kube, node, web):
 
 @pytest.mark.parametrize(
     "arguments",
-    [("logs", "web-0"), ("exec", "web-0", "--", "ls"), ("attach", "web-0"), ("port-forward", "web-0", "0:80")],
+    [("exec", "web-0", "--", "ls"), ("attach", "web-0"), ("port-forward", "web-0", "0:80")],
 )
 def test_kubectl_says_what_is_not_available(kubectl, web, arguments):
-    assert "this API server has no way to the nodes" in kubectl(*arguments, ok=False)
+    assert "this API server passes on logs only" in kubectl(*arguments, ok=False)
 
 
 def test_kubectl_shows_the_error_of_a_fault(kubectl, kube, web):

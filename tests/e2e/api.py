@@ -8,6 +8,7 @@ latencies are measured with.
 import contextlib
 import http.client
 import json
+import os
 import socket
 import ssl
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ class Api:
         self._tls = tls
         self._token = token
         self._idle: list[tuple[float, http.client.HTTPConnection]] = []  # since when
+        os.register_at_fork(after_in_child=self._idle.clear)
 
     def send(
         self,

@@ -1,6 +1,7 @@
 """Certificates for one run of the control plane: an authority of its own, and what it signs."""
 
 import ipaddress
+import os
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -54,7 +55,7 @@ class Authority:
         if alternatives:
             builder = builder.add_extension(x509.SubjectAlternativeName(alternatives), critical=False)
         certificate = builder.sign(self._key, hashes.SHA256())
-        stem = stem.replace(":", "-")
+        stem = f"{stem.replace(':', '-')}-{os.getpid()}"  # two processes may want the same at once
         paths = self.directory / f"{stem}.crt", self.directory / f"{stem}.key"
         paths[0].write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
         _write_key(paths[1], key)

@@ -3,13 +3,14 @@
     make e2e                                         real and fake, everything
     make e2e ARGS='--control-plane=fake'             without Go
     make e2e ARGS='--control-plane=real -k drain'
+    python -m pytest tests/e2e -k drain              in one process, which starts what it needs
 
 A scenario carries its number in its name (N: nodes, P: pods; docs/kubernetes.md says what each is about) and runs once
 against the real control plane and once against the fake API server; the mark `real` is on those that need more than an
 API server, or rights, or its storage. Without the directory on the command line nothing of this is collected.
 """
 
-import json
+import functools
 import re
 import shutil
 from pathlib import Path
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from simulator.namespaces import temporary_home
-from tests.e2e import programs
+from tests.e2e import programs, results
 from tests.e2e.api import CLOCK, Watcher
 from tests.e2e.control_plane import ControlPlane
 from tests.e2e.fake_plane import FakePlane
@@ -28,11 +29,6 @@ SCENARIO = re.compile(r"test_([NP]\d+)_(\w+?)(?:\[(.*)\])?$")
 SCENARIO_LIMIT_S = 300
 PODS = "/api/v1/pods"
 
-MEASURED = programs.ROOT / "build" / "e2e" / "measured.json"
-
-results = pytest.StashKey[list]()
-measurements = pytest.StashKey[list]()
-
 
 def pytest_addoption(parser):
     group = parser.getgroup("e2e")
@@ -41,8 +37,8 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "real(why): runs against the real control plane only")
-    config.stash[results] = []
-    config.stash[measurements] = []
+    if asked_for(config) and not config.pluginmanager.has_plugin("planes"):
+        results.begin()
 
 
 def asked_for(config) -> bool:
@@ -71,6 +67,8 @@ def pytest_generate_tests(metafunc):
         planes = ["real", "fake"] if asked == "both" else [asked]
         if metafunc.definition.get_closest_marker("real"):
             planes = ["real"]  # left out below where the real one was not asked for
+        elif asked == "both" and metafunc.definition.get_closest_marker("alone"):
+            planes = ["real"]  # nobody waits for the fake one
         metafunc.parametrize("plane", planes, indirect=True, scope="session")
 
 
@@ -78,13 +76,22 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="session")
-def ran():
-    return programs.Ran()
+def shared(request):
+    """What `make e2e` started for all its processes, if it is that which runs; see tests/e2e/__main__.py."""
+    return request.config.pluginmanager.get_plugin("planes")
 
 
 @pytest.fixture(scope="session")
-def plane(request, ran):
+def ran(shared):
+    return shared.ran if shared else programs.Ran()
+
+
+@pytest.fixture(scope="session")
+def plane(request, ran, shared):
     """The control plane: real, or the fake in its place."""
+    if shared:
+        yield shared.by_name[request.param]
+        return
     directory = Path(temporary_home())
     plane = ControlPlane(directory, ran) if request.param == "real" else FakePlane(directory)
     try:
@@ -96,9 +103,10 @@ def plane(request, ran):
 
 
 @pytest.fixture(scope="session")
-def numbers():
+def numbers(request):
     """Every host of a run has a network and a name of its own."""
-    return iter(range(1, 10_000))
+    share = request.config.pluginmanager.get_plugin("share")
+    return iter(range(1 + 1000 * (share.number if share else 0), 10_000))
 
 
 def _host(plane, numbers, **how):
@@ -158,13 +166,9 @@ def pods(plane):
 
 
 @pytest.fixture
-def measured(request, plane):
+def measured(plane):
     """Notes one measurement for the end of the run: `measured(what, result)`."""
-
-    def note(what: str, result: str) -> None:
-        request.config.stash[measurements].append({"against": plane.name, "what": what, "result": result})
-
-    return note
+    return functools.partial(results.measured, plane.name)
 
 
 # What is said -----------------------------------------------------------------------------------------------------
@@ -182,22 +186,13 @@ def pytest_runtest_makereport(item, call):
             report.sections.append((f"the last lines of the daemon on {host.name}", "\n".join(lines)))
     decided = report.when == "call" or (report.when == "setup" and not report.passed)
     if decided and (found := SCENARIO.match(item.name)):
-        item.config.stash[results].append((*found.groups(), report.outcome, report.duration))
+        number, words, plane = found.groups()
+        results.scenario(number, words, plane or "", report.outcome, report.duration)
 
 
 def pytest_terminal_summary(terminalreporter, config):
     if not asked_for(config):
         terminalreporter.write_line("e2e was not run; `make e2e` runs it against a real control plane")
         return
-    rows = sorted(config.stash[results], key=lambda row: (row[0][0], int(row[0][1:]), row[2] or ""))
-    if rows:
-        terminalreporter.section("scenarios")
-    for number, words, plane, outcome, seconds in rows:
-        what = words.replace("_", " ")
-        terminalreporter.write_line(f"{number:>4}  {outcome:<7} {plane or '':<5} {seconds:6.1f} s  {what}")
-    if noted := config.stash[measurements]:
-        terminalreporter.section("measured")
-        for each in noted:
-            terminalreporter.write_line(f"{each['against']:<5} {each['what']}: {each['result']}")
-        MEASURED.parent.mkdir(parents=True, exist_ok=True)
-        MEASURED.write_text(json.dumps(noted, indent=2) + "\n")
+    if not config.pluginmanager.has_plugin("planes"):
+        results.show(terminalreporter.write)

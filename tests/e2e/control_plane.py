@@ -14,6 +14,7 @@ Every program dies with this process, and is stopped by its pid.
 """
 
 import json
+import os
 import random
 import signal
 import socket
@@ -144,6 +145,7 @@ class ControlPlane:
         self.url = f"https://127.0.0.1:{self.port}"
         self.admin = self.api("admin", groups=("system:masters",))
         self._programs: dict[str, Program] = {}
+        self._kubeconfig: Path | None = None
 
     # Users --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +167,7 @@ class ControlPlane:
         """A kubeconfig of a user with a client certificate."""
         certificate, key = self._authority.client(user, groups=groups)
         credentials = {"client-certificate": str(certificate), "client-key": str(key)}
-        path = self.directory / f"{user.replace(':', '-')}.kubeconfig"
+        path = self.directory / f"{user.replace(':', '-')}-{os.getpid()}.kubeconfig"
         return write_kubeconfig(path, self._cluster(url), credentials)
 
     def daemon_kubeconfig(self, path: Path, url: str = "") -> None:
@@ -231,8 +233,9 @@ class ControlPlane:
     # Steps --------------------------------------------------------------------------------------------------------
 
     def _admin_kubeconfig(self) -> Path:
-        path = self.directory / "admin.kubeconfig"
-        return path if path.exists() else self.kubeconfig("admin", ("system:masters",))
+        if self._kubeconfig is None:
+            self._kubeconfig = self.kubeconfig("admin", ("system:masters",))
+        return self._kubeconfig
 
     def _run(self, name: str, words: list[str], proof: str, holds) -> None:
         program = self._programs[name] = Program(name, words, self.directory / f"{name}.log")

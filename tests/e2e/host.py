@@ -100,6 +100,17 @@ class Host:
 
         until(ready, within, f"node {self.name} is ready")
 
+    def wait_until_started(self, within: float = 60.0) -> None:
+        """Until the daemon has taken up what it found, and follows its pods."""
+
+        def started() -> bool:
+            try:
+                return Api(f"http://127.0.0.1:{self.metrics_port}").send("GET", "/readyz").status == 200
+            except OSError:
+                return False
+
+        until(started, within, f"the daemon of {self.name} is ready")
+
     def environment(self) -> dict[str, str]:
         home = self.home
         settings = {

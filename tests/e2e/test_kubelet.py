@@ -7,7 +7,7 @@ from tests.e2e.api import CLOCK, create_pod, is_gone, is_ready, pod_path, uid_of
 from tests.e2e.control_plane import until
 from vkcocoon_probes import spawn
 
-THROUGH = pytest.mark.real("the API server is the way to the node")
+RIGHTS = pytest.mark.real("who may what is the real API server's")
 
 
 @pytest.fixture
@@ -20,7 +20,6 @@ def logged(host, plane, pods, namespace):
     return made
 
 
-@THROUGH
 def test_kubectl_logs_shows_the_vms_log_with_its_options(host, plane, namespace, logged):
     whole = plane.kubectl("--namespace", namespace, "logs", "logged").splitlines()
     assert whole
@@ -29,7 +28,6 @@ def test_kubectl_logs_shows_the_vms_log_with_its_options(host, plane, namespace,
     assert "other" in plane.kubectl("--namespace", namespace, "logs", "logged", "-c", "other", fails=True)
 
 
-@THROUGH
 def test_kubectl_logs_of_a_follower_ends_with_the_pod(host, plane, namespace, logged, pods):
     words = ["--namespace", namespace, "logs", "logged", "--follow"]
     following = spawn(Group(), "a person at another terminal", plane.kubectl, *words)
@@ -39,13 +37,12 @@ def test_kubectl_logs_of_a_follower_ends_with_the_pod(host, plane, namespace, lo
     assert following.get(timeout=30)
 
 
-@THROUGH
 def test_exec_attach_and_port_forward_are_refused_in_words(plane, namespace, logged):
     refused = plane.kubectl("--namespace", namespace, "exec", "logged", "--", "true", fails=True)
     assert "not supported" in refused or "not implemented" in refused.lower()
 
 
-@THROUGH
+@RIGHTS
 def test_metrics_server_finds_the_vms_in_the_form_it_reads(host, plane, namespace, logged):
     """Asked directly, as metrics-server does: the API server is no way to a loopback address but for logs."""
     scraper = host.kubelet(scraper_token(plane, namespace, "nodes/metrics", "nodes/stats"))
@@ -59,7 +56,7 @@ def test_metrics_server_finds_the_vms_in_the_form_it_reads(host, plane, namespac
     assert ("logged", namespace) in {(pod["podRef"]["name"], pod["podRef"]["namespace"]) for pod in summary["pods"]}
 
 
-@THROUGH
+@RIGHTS
 def test_the_node_answers_nobody_that_the_cluster_does_not_know_or_does_not_allow(host, plane, namespace):
     assert host.kubelet().send("GET", "/metrics/resource").status == 401
     assert host.kubelet("nonsense").send("GET", "/metrics/resource").status == 401

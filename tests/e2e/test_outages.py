@@ -138,6 +138,7 @@ def test_P13_a_namesake_that_took_the_place_in_a_gap_of_the_watch_is_another_pod
     assert [verb for verb in verbs if verb in ("vm run", "vm rm")] == ["vm run", "vm rm", "vm run"]
 
 
+@pytest.mark.alone
 @pytest.mark.real("compacts etcd and restarts the API server")
 def test_P13_a_namesake_is_found_by_a_new_list_when_the_history_is_gone(linked, plane, pods, up, namespace):
     (old,) = up(linked, "forgotten")
@@ -152,6 +153,7 @@ def test_P13_a_namesake_is_found_by_a_new_list_when_the_history_is_gone(linked, 
     linked.daemon.wait_for_log("the watch cannot go on; listing again", 5)
 
 
+@pytest.mark.alone
 @pytest.mark.real("restarts the API server")
 def test_N8_a_restart_of_the_api_server_is_seen_by_no_pod(new_host, plane, pods, up, namespace):
     host = new_host()
@@ -265,7 +267,8 @@ def test_P32_the_count_of_restarts_survives_a_restart_of_the_daemon(new_host, pl
         )
         host.daemon.kill()
         host.daemon.start()
-        CLOCK.sleep(4)
+        host.wait_until_started()
+        CLOCK.sleep(1)
         assert all(restarts(sight) == turn for sight in pods.about(uid=uid_of(pod), since=again.at))
 
 

@@ -1,6 +1,6 @@
 """How long the cluster waits for the truth, on a real API server, seen by an observer that is not the daemon.
 
-What was measured is printed after the scenarios and kept in build/e2e/measured.json.
+What was measured is printed after the scenarios and kept in build/e2e/measured.jsonl.
 """
 
 import os
@@ -16,6 +16,8 @@ PODS_MEASURED, ROUNDS = 60, 3
 CROWD = 1000
 CHURNED = int(os.environ.get("E2E_CHURN", "1000"))
 CHURN_AT_ONCE = 50
+
+pytestmark = pytest.mark.alone
 
 
 @pytest.fixture
