@@ -236,24 +236,35 @@ def _scenario_file(text: str) -> str:
 
 
 @cli.command()
+@click.argument("scenario", required=False)
 @click.option("--for", "seconds", type=DURATION, metavar="TIME", help="Stop after this long instead of at Ctrl-C.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Port of the API server; 0 is any free one.")
 @click.option("--table/--no-table", default=True, help="Whether to show the pods as a live table.")
-@click.option("--tour/--no-tour", default=True, help="Whether to start with pods and things happening to them.")
+@click.option("--tour/--no-tour", default=True, help="Without SCENARIO: whether to start with pods and a story.")
+@click.option("--stay", is_flag=True, help="Do not end with the scenario.")
 @click.option("--loopback", is_flag=True, help="Do without network namespaces even where they are granted.")
-def playground(**options: Any) -> None:
+@click.option("--kubeconfig", metavar="FILE", help="Play on the cluster behind this file, not on a fake API server.")
+@click.option("--seed", type=click.IntRange(min=0), help="Draw what the scenario leaves open from this number.")
+@click.option("--allowance", type=DURATION, metavar="TIME", default="6s", help="How early or late things may be; 6s.")
+@click.option("--report", metavar="FILE", help="Write a page with a lane for everything, to be opened in a browser.")
+def playground(scenario: str | None, **options: Any) -> None:
     """Run the same world live, with an API server for kubectl.
 
-    Exits with 1 when something the tour expects did not follow.
+    SCENARIO is a file that `simulate` takes, or the name of one that is shipped; without it there is a tour. Exits with
+    1 when an expectation is broken, with 2 when something of it cannot be live.
 
     \b
     Examples:
       vk-cocoon playground
+      vk-cocoon playground three-guests
+      vk-cocoon playground my-race.yaml --report live.html
+      vk-cocoon playground my-race.yaml --kubeconfig ~/.kube/config
       vk-cocoon playground --for 30s --no-table
     """
+    path = None if scenario is None else _scenario_file(scenario)
     from simulator import playground as live  # starts the daemon in a process of its own, which patches itself
 
-    sys.exit(live.main(**options))
+    sys.exit(live.main(path, **options))
 
 
 # completion, version ----------------------------------------------------------------------------------------------

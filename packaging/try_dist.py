@@ -34,6 +34,7 @@ from build_dist import MINOR, artefacts
 from throwaway import ThrowAwayRoot
 
 from simulator import live_world
+from simulator.live_clusters import FakeCluster
 from simulator.live_world import NODE_NAME, LiveWorld, Place
 from simulator.world import example_pod
 from vkcocoon_envfile import parse
@@ -167,14 +168,17 @@ def _timed(program: Program, *words: str) -> float:
 def world_of(program: Program, home: Path, *, running: bool = True) -> Iterator[LiveWorld]:
     """A fake cluster and fake command lines around the daemon of that program, which is started unless told not to."""
     home.mkdir()
-    world = LiveWorld(Place(home, bridged=False), CLOCK, lambda *_: None)
+    cluster = FakeCluster(CLOCK, socket.create_server(("127.0.0.1", 0)))
+    world = LiveWorld(Place(home, bridged=False), CLOCK, cluster, lambda *_: None)
     told = {**world.environment(), "SHIV_ROOT": program.environ["SHIV_ROOT"]}
     del told["PYTHONPATH"]
     world.daemon._environment = lambda: told
     (home / "env").write_text("".join(f"{name}={value}\n" for name, value in told.items()))
     usual, live_world._program = live_world._program, lambda: [str(program.path)]
     try:
-        world.start(socket.create_server(("127.0.0.1", 0)), daemon=running)
+        world.start()
+        if running:
+            world.daemon.start()
         yield world
     finally:
         world.close()
@@ -186,7 +190,7 @@ def try_daemon(program: Program, home: Path) -> None:
     with world_of(program, home) as world:
         until(lambda: _ready(world, f"/api/v1/nodes/{NODE_NAME}"), world, "the node is Ready")
         say(f"    node Ready after {CLOCK.monotonic() - began:.1f} s")
-        world.kube.admin.create(PODS, example_pod("web-0", node=NODE_NAME))
+        world.cluster.api.create(PODS, example_pod("web-0", node=NODE_NAME))
         until(lambda: _ready(world, f"{PODS}/web-0"), world, "a pod is Ready")
         told = json.loads(program.run("status", "-o", "json", "--env-file", str(home / "env")))
         check([pod["ready"] for pod in told["pods"]] == [True], f"status says {told['pods']}")
@@ -197,7 +201,7 @@ def try_daemon(program: Program, home: Path) -> None:
 
 def _ready(world: LiveWorld, path: str) -> bool:
     try:
-        found: dict[str, Any] = world.kube.admin.get(path)
+        found: dict[str, Any] = world.cluster.api.get(path)
     except ApiError:
         return False
     return condition_of(found.get("status") or {}, "Ready").get("status") == "True"
@@ -232,7 +236,7 @@ def try_life_of_deb(path: Path, work: Path) -> None:
         with world_of(program, work / "deb-world") as world:
             root.write("/etc/cocoon/vk-cocoon.env", (work / "deb-world/env").read_text(), 0o600)
             until(lambda: _ready(world, f"/api/v1/nodes/{NODE_NAME}"), world, "the node is Ready")
-            world.kube.admin.create(PODS, example_pod("web-0", node=NODE_NAME))
+            world.cluster.api.create(PODS, example_pod("web-0", node=NODE_NAME))
             until(lambda: _ready(world, f"{PODS}/web-0"), world, "a pod is Ready")
             guest, ready = guests(world), ready_condition(world)
             check(guest, "the guest is a process")
@@ -289,7 +293,7 @@ def guests(world: LiveWorld) -> dict[str, str]:
 
 
 def ready_condition(world: LiveWorld) -> dict[str, Any]:
-    return dict(condition_of(world.kube.admin.get(f"{PODS}/web-0")["status"], "Ready"))
+    return dict(condition_of(world.cluster.api.get(f"{PODS}/web-0")["status"], "Ready"))
 
 
 def restart(world: LiveWorld) -> None:
@@ -299,8 +303,8 @@ def restart(world: LiveWorld) -> None:
     world.daemon.stop()
     world.daemon._stopping = False
     world.daemon.start()
-    renewed = world.kube.admin.get(LEASE)["spec"]["renewTime"]
-    until(lambda: world.kube.admin.get(LEASE)["spec"]["renewTime"] > renewed, world, "the node's lease is renewed")
+    renewed = world.cluster.api.get(LEASE)["spec"]["renewTime"]
+    until(lambda: world.cluster.api.get(LEASE)["spec"]["renewTime"] > renewed, world, "the node's lease is renewed")
     until(lambda: b"serving the status page" in log.read_bytes()[before:], world, "the new daemon runs")
     CLOCK.sleep(SETTLE_S)
 
@@ -347,7 +351,7 @@ def walk(dist: Path, work: Path) -> None:
             root.write("/etc/cocoon/kubeconfig", (home / "kubeconfig").read_text(), 0o600)
             for line in typed(ROOT / "docs" / "installation.md"):
                 step(line, root, world, here)
-            world.kube.admin.create(PODS, example_pod("web-0", node=WALKED_NODE))
+            world.cluster.api.create(PODS, example_pod("web-0", node=WALKED_NODE))
             until(lambda: _ready(world, f"{PODS}/web-0"), world, "a pod is Ready")
             lines = [
                 line.partition("#")[0].strip() for line in typed(ROOT / "README.md") if line.startswith("vk-cocoon ")

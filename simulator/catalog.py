@@ -20,7 +20,7 @@ SCENARIOS = Path(__file__).parent / "scenarios"
 SECTIONS: dict[str, tuple[str, ...]] = {
     "The contract": (
         "oracle", "fast-guest", "slow-guest", "three-strikes", "ready-needs-both", "intent-without-probe",
-        "status-first", "probe-port", "static-address", "degraded", "three-guests", "sizes",
+        "status-first", "probe-port", "static-address", "degraded", "three-guests", "sizes", "tour", "tour-on-loopback",
     ),
     "Leases and addresses": (
         "lease-moves", "lease-expires", "lease-comes-late", "lease-file-appears", "lease-file-blinks",

@@ -5,7 +5,8 @@ the object's own or that of the watch event's arrival; the guests, the daemon an
 that publishes nothing leaves an empty table, as it would with kubectl.
 
 `ClusterView` runs one greenlet for pods and one for events. `on_change` is called from them, with both states of the
-pod, and must not wait; `wait_until` is for everybody who waits for the cluster to look a certain way.
+pod, and must not wait, nor must `on_pod`, which gets each state as an object (None: gone); `wait_until` is for
+everybody who waits for the cluster to look a certain way.
 """
 
 from __future__ import annotations
@@ -169,12 +170,14 @@ class ClusterView:
         on_change: Callable[[PodRow | None, PodRow | None], None] = lambda before, after: None,
         on_event: Callable[[Object], None] = lambda event: None,
         on_node: Callable[[str, str], None] = lambda name, text: None,
+        on_pod: Callable[[str, Object | None], None] = lambda key, pod: None,
     ) -> None:
         self._api = api
         self._clock = clock
         self._on_change = on_change
         self._on_event = on_event
         self._on_node = on_node
+        self._on_pod = on_pod
         self._greenlets = Group()
         self._changed = Event()
         self.pods: dict[str, PodRow] = {}
@@ -208,13 +211,15 @@ class ClusterView:
 
     def _pod(self, type_: str, item: Object) -> None:
         if type_ == "LIST":
-            seen = {pod_key(pod): pod_row(pod) for pod in item["items"]}
+            seen = {pod_key(pod): pod for pod in item["items"]}
             for key in self.pods.keys() | seen.keys():
                 self._put(key, seen.get(key))
         else:
-            self._put(pod_key(item), None if type_ == "DELETED" else pod_row(item))
+            self._put(pod_key(item), None if type_ == "DELETED" else item)
 
-    def _put(self, key: str, row: PodRow | None) -> None:
+    def _put(self, key: str, pod: Object | None) -> None:
+        self._on_pod(key, pod)
+        row = None if pod is None else pod_row(pod)
         before = self.pods.pop(key, None)
         if row:
             self.pods[key] = row

@@ -7,9 +7,10 @@ Kubernetes held and at what can be seen (simulator.observations).
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from simulator.document import Kind, Parameter, unknown
@@ -18,7 +19,7 @@ from simulator.timeline import Entry
 from simulator.values import COUNT, FLAG, POD, TEXT, TIME, seconds_of, split, time_text
 
 if TYPE_CHECKING:
-    from simulator.world import World
+    from simulator.stage import Stage
 
 __all__ = ["EXPECTATIONS", "FACETS", "NOTE", "WHEN", "Expectation", "Run", "Sort", "Verdict", "written"]
 
@@ -31,12 +32,23 @@ class Run:
     """A run that is over: the world, when it ended, and when the events with an id happened.
 
     ``planned`` is when it was meant to end. A run that was ended earlier leaves open what more time could have changed.
+    ``allowance`` is for real time, where things come a little late or early: an expectation also holds if it does with
+    an edge of its stretch of time moved by so much. ``moved`` says by how much the two edges are moved right now.
     """
 
-    world: World
+    world: Stage
     end: float
     happened: Mapping[str, float]
     planned: float
+    allowance: float = 0.0
+    moved: tuple[float, float] = (0.0, 0.0)
+
+    def stretch(self, begin: float, end: float) -> tuple[float, float]:
+        """From when to when, with the edges where they are at the moment. Raises LookupError when nothing is left."""
+        begin, end = max(0.0, begin + self.moved[0]), end + self.moved[1]
+        if end < begin:
+            raise LookupError("no time is left of it")
+        return begin, end
 
     @property
     def cut(self) -> bool:
@@ -81,8 +93,17 @@ class Expectation:
     pod: str | None
     values: Mapping[str, Any]
     check: Check
+    line: int | None = None  # of the file
 
     def judge(self, run: Run) -> Verdict:
+        verdict = self._judged(run)
+        if not run.allowance or verdict.kind(run) != "broken":
+            return verdict
+        shifts = (0.0, run.allowance, -run.allowance)
+        moved = (self._judged(replace(run, moved=edges)) for edges in itertools.product(shifts, shifts))
+        return next((each for each in moved if not each.why), verdict)
+
+    def _judged(self, run: Run) -> Verdict:
         try:
             return self.check(run, self.values)
         except LookupError as error:
@@ -110,6 +131,7 @@ def _became_ready(run: Run, values: Mapping[str, Any]) -> Verdict:
         begin = end = run.instant(values["at"])
     else:
         begin, end = after, run.instant(values["by"]) if values["by"] is not None else after + values["within"]
+    begin, end = run.stretch(begin, end)
     flips = run.world.flips(**split(pod))
     if any(begin <= at <= end and value is wanted for at, value in flips):
         return Verdict("", begin, end, final=True)
@@ -120,7 +142,7 @@ def _became_ready(run: Run, values: Mapping[str, Any]) -> Verdict:
 def _shows(run: Run, values: Mapping[str, Any]) -> Verdict:
     pod = values["pod"]
     if values["at"] is not None:
-        begin = end = run.instant(values["at"])
+        begin, end = run.stretch(run.instant(values["at"]), run.instant(values["at"]))
     else:
         begin, end = _window(run, values)
     for facet, wanted in values["shows"].items():
@@ -172,10 +194,9 @@ def _order(run: Run, values: Mapping[str, Any]) -> Verdict:
 
 
 def _settled(run: Run, values: Mapping[str, Any]) -> Verdict:
-    daemon = run.world.daemon
-    if daemon is None:
+    owed = run.world.owed()
+    if owed is None:
         return Verdict("the daemon does not run")
-    owed = daemon.pods.unpublished()
     return Verdict(f"not yet told to the API: {', '.join(owed)}" if owed else "", run.planned, run.planned)
 
 
@@ -191,8 +212,10 @@ def _vms(run: Run, values: Mapping[str, Any]) -> Verdict:
 
 
 def _window(run: Run, values: Mapping[str, Any]) -> tuple[float, float]:
-    begin, end = values["from"], values["to"]
-    return (0.0 if begin is None else run.instant(begin)), (run.planned if end is None else run.instant(end))
+    begin = 0.0 if values["from"] is None else run.instant(values["from"])
+    end = run.planned if values["to"] is None else run.instant(values["to"])
+    first, last = run.stretch(begin, end)
+    return (begin if values["from"] is None else first), (end if values["to"] is None else last)
 
 
 def _entries(run: Run, begin: float, end: float) -> list[Entry]:
@@ -208,7 +231,7 @@ def _instants(entries: list[Entry]) -> str:
     return f"at {', '.join(shown)}{', ...' if len(entries) > 8 else ''}" if shown else "at no time"
 
 
-def _history(world: World, pod: str, facet: str, begin: float, end: float) -> list[tuple[float, str]]:
+def _history(world: Stage, pod: str, facet: str, begin: float, end: float) -> list[tuple[float, str]]:
     """The values of a facet from `begin` to `end`: the one it had then, and each it was given later."""
     if facet == "exists":
         entries = [e for e in world.timeline.of(actor="kube", key=pod) if e.kind in ("created", "deleted")]

@@ -36,6 +36,7 @@ from typing import Any, NoReturn
 from simulator.fake_cocoon import FakeCocoon
 from simulator.fake_macos import FakeCocoonMacos
 from simulator.fake_tools import Failed, Machine, Outcome, Refusal, Storage, Tool
+from simulator.telling import say
 
 __all__ = ["HOME_VARIABLE", "DiskStorage", "LiveHost", "install", "main"]
 
@@ -211,6 +212,9 @@ class LiveHost:
         return process.pid
 
     def power_off(self, pid: int) -> None:
+        if self._is_guest(pid):
+            argv = self.argv_of(pid)
+            say(self.home, "host", "power off", argv[argv.index("--vm") + 1], pid=pid)
         for number in (signal.SIGTERM, signal.SIGKILL):
             for _ in range(round(POWER_OFF_GRACE_S / LOOK_EVERY_S)):
                 if not self._is_guest(pid):
@@ -231,6 +235,7 @@ class LiveHost:
 
     def _guest_words(self, machine: Machine) -> list[str]:
         words = ["-m", GUEST_MODULE, "--home", self.root, "--vm", machine.name, "--mac", machine.mac]
+        words += ["--resumed"] if machine.resumed else []
         return [*words, "--os", machine.os, "--", *machine.argv[1:]]
 
     def _is_guest(self, pid: int) -> bool:
@@ -289,11 +294,26 @@ def _cancel(_number: int, _frame: object) -> NoReturn:
 
 
 def _run(tool: Tool, arguments: Sequence[str]) -> int:
+    home, subject = os.environ[HOME_VARIABLE], _subject(arguments)
+    told = {"verb": " ".join(arguments[:2]), "tool": tool.PROGRAM}
+    say(home, "command", "begins", subject, **told)
+    ending = "killed"
     try:
-        return _show(tool.run(arguments))
+        code = _show(tool.run(arguments))
+        ending = str(code)
+        return code
     except Cancelled:
         sys.stderr.write(tool.complain("context canceled"))
         return 1
+    finally:
+        say(home, "command", "ends", subject, exit=ending, **told)
+
+
+def _subject(arguments: Sequence[str]) -> str:
+    """The VM, snapshot or image a call is about: the name it gives, else its last operand."""
+    if "--name" in arguments[:-1]:
+        return arguments[arguments.index("--name") + 1]
+    return "" if arguments[1:2] in (["list"], ["status"], []) else arguments[-1]
 
 
 def _stream(tool: FakeCocoon, arguments: Sequence[str]) -> int:

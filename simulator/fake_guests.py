@@ -14,8 +14,12 @@ address it gets from DHCP, and no echo switch exists, because the host's own ker
 
 HOME/guests/NAME.sock takes one JSON object a line and answers each with the guest's status, or with {"error": ...}:
 
-    {"echo": false}  {"open": 3389}  {"close": 22}  {"banner": "SSH-2.0-x" | null}  {"renew": true}  {"crash": true}
-    {"status": true}
+    {"echo": false}  {"open": 3389, "says": "hello"}  {"close": 22}  {"banner": "SSH-2.0-x" | null}  {"mute": true}
+    {"latency": 0.2}  {"loss": 0.5}  {"renew": true}  {"address": "10.88.0.9"}  {"reboot": true}
+    {"crash": true}  {"status": true}
+
+Mute is a hang: nothing leaves the guest any more. Latency and loss are those of echoes (and latency of the banner); the
+kernel cannot be told to be slow, so echoes are then answered by the guest itself.
 
 HOME/power.sock is its power cord: whoever holds the other end keeps it alive, and with it the guest dies. That is how
 nothing is left of a world whose host process was killed.
@@ -28,21 +32,26 @@ import contextlib
 import json
 import logging
 import os
+import random
 import signal
 import socket
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import gevent
 import gevent.socket
+from gevent.event import Event
 from gevent.pool import Group, Pool
 from gevent.server import StreamServer
 
 from simulator.fake_vms import GuestSpec
 from simulator.namespaces import MARK, leave_network
+from simulator.telling import say
 from vkcocoon_probes import Clock, SystemClock, spawn
 
 __all__ = ["Address", "Guest", "GuestError", "main", "read_spec", "tell"]
@@ -52,6 +61,10 @@ log = logging.getLogger("simulator.guest")
 ASK_AGAIN_S = 0.5  # between two DHCP requests that nobody answered
 LONELY_S = 120.0  # without power cord and DHCP; then there is nobody to be a guest for
 SSH_PORT = 22
+ICMP_ECHO = 8
+COMMANDS = (
+    "echo", "mute", "open", "close", "banner", "latency", "loss", "renew", "address", "reboot", "crash", "status",
+)  # fmt: skip
 LONGEST_COMMAND = 65536
 
 
@@ -81,6 +94,12 @@ class Network(Protocol):
     def echo(self, on: bool) -> None:
         """Let the kernel answer echoes or not. Raises GuestError where that is not ours to decide."""
 
+    def mute(self, on: bool) -> None:
+        """Let nothing out any more, or everything again. Raises GuestError where that cannot be."""
+
+    def down(self) -> None:
+        """Have no address."""
+
 
 class OwnNetwork:
     """A network namespace with a cable to the bridge. The whole process lives in it from here on."""
@@ -89,6 +108,9 @@ class OwnNetwork:
         # Named by the process: the link of a machine that just died may still be there for a moment.
         self._links = leave_network(bridge, f"tap{os.getpid()}", mac)
         self._link = socket.if_nametoindex("eth0")
+        self._muted = ""  # the gateway, to which nothing is sent
+        for place in ("all", "eth0"):
+            self._switch(f"conf/{place}/rp_filter", False)  # or a mute guest would not answer for its address either
         # Announce a new address, so that nobody keeps sending to the machine that had it before.
         self._switch("conf/eth0/arp_notify", True)
         self._address: Address | None = None
@@ -101,8 +123,22 @@ class OwnNetwork:
         self._links.add_default_route(address.gateway)
         self._address = address
 
+    def down(self) -> None:
+        self.mute(False)
+        if self._address:
+            self._links.remove_address(self._link, self._address.ip, self._address.prefix)
+            self._address = None
+
     def echo(self, on: bool) -> None:
         self._switch("icmp_echo_ignore_all", not on)
+
+    def mute(self, on: bool) -> None:
+        if on and not self._muted and self._address:
+            self._links.add_blackhole(self._address.gateway)
+            self._muted = self._address.gateway
+        elif self._muted and not on:
+            self._links.remove_blackhole(self._muted)
+            self._muted = ""
 
     @staticmethod
     def _switch(name: str, on: bool) -> None:
@@ -120,6 +156,13 @@ class Loopback:
         if not on:
             raise GuestError("echoes to a loopback address are the host's; close a port instead")
 
+    def mute(self, on: bool) -> None:
+        if on:
+            raise GuestError("a guest on a loopback address cannot hang: the host answers for it; close a port instead")
+
+    def down(self) -> None:
+        pass
+
 
 def open_network(home: Path, mac: str) -> Network:
     with contextlib.suppress(FileNotFoundError):
@@ -133,7 +176,9 @@ def open_network(home: Path, mac: str) -> Network:
 class Guest:
     """One machine from power-on to its end. `run` returns never; `command` is what the control socket calls."""
 
-    def __init__(self, *, home: Path, name: str, mac: str, os_name: str, network: Network) -> None:
+    def __init__(
+        self, *, home: Path, name: str, mac: str, os_name: str, network: Network, resumed: bool = False
+    ) -> None:
         self.name = name
         self._home = home
         self._mac = mac
@@ -142,11 +187,18 @@ class Guest:
         self._clock: Clock = SystemClock()
         self._power_on = self._clock.monotonic()
         self._powered = False
+        self._resumed = resumed
+        self._rng = random.Random()
         self._greenlets = Group()
+        self._life = Group()  # what ends with a reboot
         self._spec = read_spec(home, name, os_name)
         self._address: Address | None = None
         self._echo = self._spec.echo
+        self._awake = False  # answers echoes, if it does
+        self._mute = False
+        self._latency_s, self._loss = self._spec.latency_s, self._spec.loss
         self._wanted_ports = set(self._spec.ports)
+        self._says: dict[int, str] = {}  # port -> what it says to who connects
         self._listeners: dict[int, StreamServer] = {}
         self._sshd: Any = None  # simulator.fake_sshd.Sshd once somebody needs it: paramiko is slow to import
         self._banner: str | None = self._spec.ssh_banner
@@ -156,28 +208,67 @@ class Guest:
         spawn(self._greenlets, "power cord", self._hold_power_cord)
         self._serve_commands()
         if isinstance(self._network, OwnNetwork):
+            spawn(self._greenlets, "echoes", self._answer_echoes)
             self._network.echo(False)
+        say(self._home, "host", "power on", self.name, pid=os.getpid(), mac=self._mac)
+        spec = self._spec
+        boot_s = spec.resume_s if self._resumed and spec.resume_s is not None else spec.boot_s
+        spawn(self._life, "life", self._live, boot_s)
+        Event().wait()
+
+    def _live(self, boot_s: float) -> None:
+        """From a boot to the next one: come up, then keep the lease."""
         spec = self._spec
         if spec.ssh_after_s is not None:
             self._wanted_ports.add(SSH_PORT)
-            self._banner = None
-        self._clock.sleep(spec.boot_s + spec.lease_s)
+            self._speak(None)
+        self._clock.sleep(boot_s + spec.lease_s)
         self._renew()
-        spawn(self._greenlets, "echo", self._after, spec.echo_after_s, self._start_echo)
+        spawn(self._life, "echo", self._after, spec.echo_after_s, self._wake)
         if spec.ssh_after_s is not None:
-            spawn(self._greenlets, "sshd", self._after, spec.ssh_after_s, self._start_sshd)
+            spawn(self._life, "sshd", self._after, spec.ssh_after_s, self._start_sshd)
         while True:
             assert self._address
             self._clock.sleep(self._address.lease_s / 2)
             self._renew()
 
+    def _reboot(self) -> None:
+        """From inside: everything is as at the first boot, but for the address, which is asked for again."""
+        self._life.kill()
+        for port in list(self._listeners):
+            self._listeners.pop(port).stop(timeout=0)
+        spec = self._spec = read_spec(self._home, self.name, self._os)
+        self._wanted_ports, self._says = set(spec.ports), {}
+        self._echo, self._awake, self._mute = spec.echo, False, False
+        self._latency_s, self._loss = spec.latency_s, spec.loss
+        self._switch_echoes()
+        self._network.down()
+        self._address = None
+        spawn(self._life, "life", self._live, spec.boot_s)
+
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self._clock.sleep(seconds)
         action()
 
-    def _start_echo(self) -> None:
-        if self._echo:
-            self._network.echo(True)
+    def _wake(self) -> None:
+        self._awake = True
+        self._switch_echoes()
+
+    def _switch_echoes(self) -> None:
+        """The kernel answers at once or not at all; what is slow or lossy we answer ourselves."""
+        self._network.echo(self._echo and self._awake and not (self._latency_s or self._loss))
+
+    def _answer_echoes(self) -> None:
+        with gevent.socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP) as wire:
+            while True:
+                packet, (sender, _) = wire.recvfrom(65536)
+                header = (packet[0] & 0x0F) * 4
+                if packet[header] != ICMP_ECHO or not (self._echo and self._awake and (self._latency_s or self._loss)):
+                    continue
+                if self._rng.random() >= self._loss:
+                    spawn(
+                        self._life, "echo", self._after, self._latency_s, partial(_reply, wire, packet[header:], sender)
+                    )
 
     def _start_sshd(self) -> None:
         self._speak(self._spec.ssh_banner)
@@ -185,10 +276,14 @@ class Guest:
     # Address and ports
 
     def _renew(self) -> None:
-        address = self._ask_for_address()
+        self._take(self._ask_for_address())
+
+    def _take(self, address: Address) -> None:
         if self._address and address.ip == self._address.ip:
             self._address = address
             return
+        muted, self._mute = self._mute, False
+        self._network.mute(False)
         for port in list(self._listeners):
             self._listeners.pop(port).stop(timeout=0)
         self._network.use(address)
@@ -198,6 +293,19 @@ class Guest:
                 self._listen(port)
             except GuestError as error:
                 log.warning("%s cannot open %s", self.name, error)
+        if muted:
+            self._hang(True)
+        say(self._home, "guest", "address", self.name, ip=address.ip)
+
+    def _renumber(self, ip: str) -> None:
+        """Use another address, whatever DHCP says."""
+        if self._address is None:
+            raise GuestError("it has no address yet")
+        self._take(replace(self._address, ip=ip))
+
+    def _hang(self, on: bool) -> None:
+        self._network.mute(on)
+        self._mute = on
 
     def _ask_for_address(self) -> Address:
         """Ask until somebody answers, as DHCP clients do."""
@@ -212,7 +320,9 @@ class Guest:
 
     def _listen(self, port: int) -> None:
         assert self._address
-        handler = self._shell().serve if port == SSH_PORT else _hold
+        handler = (
+            self._shell_of_ssh if port == SSH_PORT and port not in self._says else partial(_hold, self._says.get(port))
+        )
         # A pool of its own, so that stopping the server breaks its connections, as killing a service does.
         server = StreamServer((self._address.ip, port), handler, spawn=Pool())
         try:
@@ -220,6 +330,10 @@ class Guest:
         except OSError as error:
             raise GuestError(f"port {port}: {error.strerror}") from error
         self._listeners[port] = server
+
+    def _shell_of_ssh(self, connection: gevent.socket.socket, address: object) -> None:
+        self._clock.sleep(self._latency_s)
+        self._shell().serve(connection, address)
 
     def _shell(self) -> Any:
         if self._sshd is None:
@@ -247,6 +361,9 @@ class Guest:
             "up_s": round(self._clock.monotonic() - self._power_on, 1),
             "ip": self._address.ip if self._address else "",
             "echo": self._echo,
+            "mute": self._mute,
+            "latency": self._latency_s,
+            "loss": self._loss,
             "ports": sorted(self._listeners),
             "banner": self._banner if SSH_PORT in self._listeners else None,
         }
@@ -256,10 +373,23 @@ class Guest:
         for word, value in order.items():
             match word:
                 case "echo":
-                    self._network.echo(bool(value))
-                    self._echo = bool(value)
+                    if not value:
+                        self._network.echo(False)  # says so where that is not ours
+                    self._echo, self._awake = bool(value), self._awake or bool(value)
+                    self._switch_echoes()
+                case "mute":
+                    self._hang(bool(value))
+                case "latency" | "loss":
+                    self._change_line(word, float(value))
                 case "open":
-                    self._open(_port(value))
+                    says = order.get("says")
+                    self._open(_port(value), None if says is None else str(says))
+                case "says":
+                    pass  # belongs to open
+                case "address":
+                    self._renumber(str(value))
+                case "reboot":
+                    self._reboot()
                 case "close":
                     self._close(_port(value))
                 case "banner":
@@ -269,10 +399,22 @@ class Guest:
                 case "crash" | "status":
                     pass
                 case _:
-                    raise GuestError(f"{word!r} is no command: echo, open, close, banner, renew, crash, status")
+                    raise GuestError(f"{word!r} is no command: {', '.join(COMMANDS)}")
         return self.status()
 
-    def _open(self, port: int) -> None:
+    def _change_line(self, what: str, value: float) -> None:
+        if isinstance(self._network, Loopback):
+            raise GuestError("echoes to a loopback address are the host's, and as quick as that")
+        if what == "latency":
+            self._latency_s = value
+        else:
+            self._loss = value
+        self._switch_echoes()
+
+    def _open(self, port: int, says: str | None = None) -> None:
+        if says is not None and self._says.get(port) != says:
+            self._close(port)
+            self._says[port] = says
         if self._address and port not in self._listeners:
             self._listen(port)
         self._wanted_ports.add(port)
@@ -280,6 +422,7 @@ class Guest:
     def _close(self, port: int) -> None:
         """Refuse new connections and break the open ones."""
         self._wanted_ports.discard(port)
+        self._says.pop(port, None)
         if server := self._listeners.pop(port, None):
             server.stop(timeout=0)
 
@@ -324,11 +467,23 @@ class Guest:
         os._exit(0)
 
 
-def _hold(connection: gevent.socket.socket, _: object) -> None:
-    """A service that accepts and says nothing."""
+def _hold(says: str | None, connection: gevent.socket.socket, _: object) -> None:
+    """A service that accepts, and says something or nothing."""
     with contextlib.suppress(OSError):
+        if says is not None:
+            connection.sendall(says.encode() + b"\r\n")
         while connection.recv(4096):
             pass
+
+
+def _reply(wire: gevent.socket.socket, request: bytes, sender: str) -> None:
+    """An echo reply is the request with another type, and its checksum."""
+    body = b"\0\0\0\0" + request[4:]
+    words = sum(struct.unpack(f"!{(len(body) + 1) // 2}H", body + b"\0" * (len(body) % 2)))
+    words = (words & 0xFFFF) + (words >> 16)
+    words = (words & 0xFFFF) + (words >> 16)
+    with contextlib.suppress(OSError):
+        wire.sendto(body[:2] + struct.pack("!H", ~words & 0xFFFF) + body[4:], (sender, 0))
 
 
 def _port(value: Any) -> int:
@@ -377,10 +532,18 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--vm", required=True)
     parser.add_argument("--mac", required=True)
     parser.add_argument("--os", required=True)
+    parser.add_argument("--resumed", action="store_true", help="it goes on from memory instead of booting")
     parser.add_argument("words", nargs="*", help="ignored")
     options = parser.parse_args(arguments)
     network = open_network(options.home, options.mac)
-    Guest(home=options.home, name=options.vm, mac=options.mac, os_name=options.os, network=network).run()
+    Guest(
+        home=options.home,
+        name=options.vm,
+        mac=options.mac,
+        os_name=options.os,
+        network=network,
+        resumed=options.resumed,
+    ).run()
 
 
 if __name__ == "__main__":

@@ -165,6 +165,7 @@ class FakeKube(Door):
         self.admin = Door(self, faultless=True)
         self.tokens: dict[str, dict[str, Any]] = {}
         self.allows: Callable[[Object], bool] = lambda spec: True
+        self.answered: list[Callable[[Request, ApiError | None], None]] = []  # told of each answer but admin's
         self._record = record
         self._streams: Streams = []
 
@@ -263,8 +264,12 @@ class FakeKube(Door):
             self.gate.arrive(request, patience)
             result = act()
             self.gate.answer(request, patience)
+            for listener in self.answered:
+                listener(request, None)
             return result
         except ApiError as error:
+            for listener in self.answered:
+                listener(request, error)
             if self._record is not None:
                 self._record("kube", "refused", str(request), {"status": error.status, "reason": error.reason})
             raise

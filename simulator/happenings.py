@@ -11,7 +11,7 @@ inside.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
@@ -161,6 +161,11 @@ def _quality(attribute: str) -> Callable[..., Undo]:
 
 def _unreachable(world: World, pod: str, times: int, text: str) -> None:
     world.host.pinger.fail(world.guest_of(pod).ip, text, times)
+
+
+def _boots_in(world: World, pod: str, time: float) -> None:
+    guest = world.guest_of(pod)
+    guest.spec = replace(guest.spec, boot_s=time)
 
 
 def _crash(world: World, pod: str) -> None:
@@ -508,6 +513,13 @@ ROWS: tuple[Happening, ...] = (
         "The next echoes come back as an error of the network.",
         (P_POD, Parameter("times", COUNT, "how many", default=1), Parameter("text", TEXT, "the error", default="")),
         _unreachable,
+    ),
+    Happening(
+        "boots_in",
+        _GUESTS,
+        "From its next boot on it takes that long to boot.",
+        (P_POD, Parameter("time", TIME, "how long", needed=True)),
+        _boots_in,
     ),
     Happening("crash", _GUESTS, "The hypervisor's process dies; nobody is told.", (P_POD,), _crash),
     Happening("reboot", _GUESTS, "It reboots from inside; the QEMU of a Mac exits by that.", (P_POD,), _reboot),

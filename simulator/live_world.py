@@ -1,9 +1,10 @@
 """The live world: what runs inside the playground's namespaces, around the one real daemon.
 
 `LiveWorld.start` lays a bridge, opens the doors of a fake cocoon-net (lease file, control socket, DHCP for the guests),
-puts fake `cocoon` and `cocoon-macos` command lines where the daemon is told to find them, serves a fake API server, and
-starts `vk-cocoon run` as a process of its own, configured by nothing but its environment. From there on the daemon
-is alone: it runs the command lines, they start guests as processes, the guests answer or do not.
+puts fake `cocoon` and `cocoon-macos` command lines where the daemon is told to find them, and opens the way to the API
+server (simulator.live_clusters). `LiveWorld.daemon` is `vk-cocoon run` as a process of its own, configured by nothing
+but its environment. Once it is started it is alone: it runs the command lines, they start guests as processes, the
+guests answer or do not.
 
 Everything lives in one home directory, which goes away with the namespace. Files and sockets in it:
 
@@ -41,9 +42,8 @@ from gevent.pool import Group, Pool
 from gevent.server import StreamServer
 
 from simulator import fake_vms, namespaces
-from simulator.fake_kube import FakeKube
-from simulator.fake_kube_controllers import Controllers
 from simulator.fake_leases import FakeCocoonNet
+from simulator.live_clusters import Cluster
 from vkcocoon_probes import Clock, spawn
 
 __all__ = ["NODE_NAME", "GuestNetwork", "LiveWorld", "Place"]
@@ -132,32 +132,32 @@ class GuestNetwork:
 class LiveWorld:
     """Start it once, close it once. `daemon` is the only thing in it that may end by itself."""
 
-    def __init__(self, place: Place, clock: Clock, say: Callable[[str, str], None]) -> None:
+    node = NODE_NAME
+
+    def __init__(self, place: Place, clock: Clock, cluster: Cluster, say: Callable[[str, str], None]) -> None:
         self.place = place
         self.network = GuestNetwork(place, clock)
         self._kubelet_port = _free_port()  # on loopback the usual one is the host's, and may be a real kubelet's
-        self.kube = FakeKube(clock, rng=random.Random())
-        self._controllers = Controllers(self.kube)
+        self.cluster = cluster
+        self.settings: dict[str, str] = {}  # further variables of the daemon
+        self._say = say
         self.daemon = DaemonProcess(self.environment, place.home / "vk-cocoon.log", clock, say)
 
-    def start(self, listener: socket.socket, *, daemon: bool = True) -> None:
-        """Bring everything up, the daemon unless told not to; `listener` is where the host reaches the API server."""
+    def start(self) -> None:
+        """Bring everything up but the daemon."""
         home = self.place.home
         self.network.start()
         (home / "bin").mkdir()
         fake_vms.install_executables(home / "bin")
-        door = self.kube.serve(listener)
-        if self.place.bridged:
-            self.kube.serve(("127.0.0.1", listener.getsockname()[1]))
-        (home / "kubeconfig").write_text(door.kubeconfig())
-        self._controllers.start()
-        if daemon:
-            self.daemon.start()
+        self.cluster.start(home, bridged=self.place.bridged)
+        self.cluster.claim(self.node)
 
     def close(self) -> None:
-        """Stop the daemon as its unit would, then take the guests' power."""
+        """Take our pods away, stop the daemon as its unit would, then take the guests' power."""
+        for line in self.cluster.tidy(self.node):
+            self._say(line, "bad")
         self.daemon.stop()
-        self._controllers.close()
+        self.cluster.close(self.node)
         self.network.close()
 
     def environment(self) -> dict[str, str]:
@@ -183,6 +183,7 @@ class LiveWorld:
             VK_STATUS_ADDR="127.0.0.1:0",
             VK_KUBELET_PORT=str(self._kubelet_port),
             VK_LOG_FORMAT="text",
+            **self.settings,
         )
 
 
@@ -202,9 +203,9 @@ class DaemonProcess:
         self._clock = clock
         self._say = say
         self._greenlets = Group()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None  # None: it is not meant to run
         self._launched_at = 0  # how long the log was
-        self._stopping = False
+        self.raw_socket = True  # whether it may have one
         self.given_up = Event()
         self.failures: list[str] = []  # what a daemon must do and this one did not
 
@@ -218,8 +219,7 @@ class DaemonProcess:
 
     def stop(self) -> None:
         """SIGTERM and its grace, then SIGKILL; says so when it did not end well."""
-        self._stopping = True
-        process = self._process
+        process, self._process = self._process, None
         if process is None or process.poll() is not None:
             return
         process.send_signal(signal.SIGTERM)
@@ -232,6 +232,13 @@ class DaemonProcess:
         # Until it says its first word it may not be listening for signals yet, and no unit would mind.
         if code and not (code == -signal.SIGTERM and self._log.stat().st_size == self._launched_at):
             self._fail(f"vk-cocoon ended with {_ending(code)} when asked to stop")
+
+    def kill(self) -> None:
+        """SIGKILL, and no new start."""
+        process, self._process = self._process, None
+        if process is not None and process.poll() is None:
+            process.kill()
+            process.wait()
 
     def log_tail(self) -> str:
         """Its last words, indented."""
@@ -248,7 +255,7 @@ class DaemonProcess:
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                preexec_fn=namespaces.die_with_parent,
+                preexec_fn=namespaces.die_with_parent if self.raw_socket else namespaces.without_raw_sockets,
             )
 
     def _keep(self, process: subprocess.Popen[bytes]) -> None:
@@ -256,7 +263,7 @@ class DaemonProcess:
         while True:
             began = self._clock.monotonic()
             code = process.wait()
-            if self._stopping:
+            if self._process is not process:
                 return
             deaths = 1 if self._clock.monotonic() - began > STABLE_S else deaths + 1
             if code >= 0 or deaths == MOST_DEATHS:
@@ -265,7 +272,7 @@ class DaemonProcess:
                 break
             self._say(f"vk-cocoon was ended by {_ending(code)}; starting it again, as its unit would", "bad")
             self._clock.sleep(RESTART_PAUSE_S)
-            if self._stopping:
+            if self._process is not process:
                 return
             self._process = process = self._launch()
         self.given_up.set()

@@ -48,6 +48,7 @@ __all__ = [
     "sweep",
     "temporary_home",
     "watcher_command",
+    "without_raw_sockets",
 ]
 
 KINDS = ("root", "user")  # in the order they are tried: root needs no user namespace, and then maps nothing
@@ -60,7 +61,8 @@ KILLED = 128  # plus the signal: the exit code of a command that a signal ended,
 _CLONE_NEWNS, _CLONE_NEWUTS, _CLONE_NEWIPC = 0x00020000, 0x04000000, 0x08000000
 _CLONE_NEWUSER, _CLONE_NEWPID, _CLONE_NEWNET = 0x10000000, 0x20000000, 0x40000000
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_REC, _MS_PRIVATE = 0x2, 0x4, 0x8, 0x4000, 0x40000
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_CAPBSET_DROP = 1, 24
+_CAP_NET_RAW = 13
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -91,6 +93,12 @@ def _mount(source: str, target: str, kind: str | None, flags: int, options: str 
 def die_with_parent(signum: int = signal.SIGKILL) -> None:
     """Have the kernel send this process `signum` when its parent dies. Lost by whoever gains capabilities later."""
     _check("prctl", _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signum), 0, 0, 0))
+
+
+def without_raw_sockets() -> None:
+    """`die_with_parent`, and no raw sockets for what is run next, root or not."""
+    die_with_parent()
+    _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(_CAP_NET_RAW), 0, 0, 0)  # who may not drop it has none to begin with
 
 
 @contextlib.contextmanager
@@ -263,9 +271,11 @@ def available() -> tuple[str, list[str]]:
     return "", reasons
 
 
-def free_directory() -> str:
-    """Where an empty home can be mounted without hiding anything that we run from. Nothing is made there yet."""
-    needed = [Path(place).resolve() for place in (sys.prefix, sys.base_prefix, sys.executable, *code_path().split(":"))]
+def free_directory(*needed_too: str) -> str:
+    """Where an empty home can be mounted without hiding anything that we run from, or these. Nothing is made there
+    yet."""
+    places = (sys.prefix, sys.base_prefix, sys.executable, *code_path().split(":"), *needed_too)
+    needed = [Path(place).resolve() for place in places]
     for top in ("/run", "/mnt", "/srv", "/media", "/opt", "/tmp"):
         if os.path.isdir(top) and not any(place.is_relative_to(top) for place in needed):
             return f"{top}/playground"

@@ -16,15 +16,15 @@ from collections.abc import Iterable
 
 __all__ = ["Netlink"]
 
-_RTM_NEWLINK, _RTM_NEWADDR, _RTM_DELADDR, _RTM_NEWROUTE = 16, 20, 21, 24
+_RTM_NEWLINK, _RTM_NEWADDR, _RTM_DELADDR, _RTM_NEWROUTE, _RTM_DELROUTE = 16, 20, 21, 24, 25
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_EXCL, _NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 _CREATE = _NLM_F_CREATE | _NLM_F_EXCL
 _IFLA_ADDRESS, _IFLA_IFNAME, _IFLA_MASTER, _IFLA_LINKINFO, _IFLA_NET_NS_FD = 1, 3, 10, 18, 28
 _IFLA_INFO_KIND, _IFLA_INFO_DATA, _VETH_INFO_PEER = 1, 2, 1
 _IFA_ADDRESS, _IFA_LOCAL = 1, 2
-_RTA_GATEWAY = 5
-_RT_TABLE_MAIN, _RTPROT_BOOT, _RT_SCOPE_UNIVERSE, _RTN_UNICAST = 254, 3, 0, 1
+_RTA_DST, _RTA_GATEWAY = 1, 5
+_RT_TABLE_MAIN, _RTPROT_BOOT, _RT_SCOPE_UNIVERSE, _RTN_UNICAST, _RTN_BLACKHOLE = 254, 3, 0, 1, 6
 _IFF_UP = 1
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence, port id
 _LINK = struct.Struct("=BxHiII")  # family, device type, index, flags, mask of the flags that count
@@ -86,6 +86,13 @@ class Netlink:
         ) + _attribute(_RTA_GATEWAY, socket.inet_aton(gateway))
         self._ask(f"add default route via {gateway}", _RTM_NEWROUTE, _CREATE, body)
 
+    def add_blackhole(self, address: str) -> None:
+        """Whatever is sent to that address is lost without a word: no error, no answer."""
+        self._ask(f"add blackhole {address}", _RTM_NEWROUTE, _CREATE, _blackhole(address))
+
+    def remove_blackhole(self, address: str) -> None:
+        self._ask(f"remove blackhole {address}", _RTM_DELROUTE, 0, _blackhole(address))
+
     def _ask(self, what: str, kind: int, flags: int, body: bytes) -> None:
         self._sequence += 1
         flags |= _NLM_F_REQUEST | _NLM_F_ACK
@@ -114,6 +121,11 @@ def _address(index: int, address: str, prefix: int) -> bytes:
     raw = socket.inet_aton(address)
     head = _ADDRESS.pack(socket.AF_INET, prefix, 0, _RT_SCOPE_UNIVERSE, index)
     return head + _attribute(_IFA_LOCAL, raw) + _attribute(_IFA_ADDRESS, raw)
+
+
+def _blackhole(address: str) -> bytes:
+    head = _ROUTE.pack(socket.AF_INET, 32, 0, 0, _RT_TABLE_MAIN, _RTPROT_BOOT, _RT_SCOPE_UNIVERSE, _RTN_BLACKHOLE, 0)
+    return head + _attribute(_RTA_DST, socket.inet_aton(address))
 
 
 def _attribute(kind: int, payload: bytes) -> bytes:

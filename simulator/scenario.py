@@ -32,6 +32,7 @@ from simulator.expectations import EXPECTATIONS, NOTE, Expectation, Run, Verdict
 from simulator.fake_vms import GuestSpec
 from simulator.happenings import HAPPENINGS, Happening
 from simulator.observations import SIGHT, Observation
+from simulator.stage import Stage
 from simulator.timeline import Entry, Timeline
 from simulator.values import COUNT, FLAG, MAP, NUMBER, POD, PORTS, SHARE, TEXT, TIME, Drawn, drawn, split, word
 from simulator.world import World
@@ -45,6 +46,7 @@ __all__ = [
     "SCENARIO",
     "WHEN_SEEN",
     "Event",
+    "Performance",
     "PodPlan",
     "Scenario",
     "ScenarioError",
@@ -143,6 +145,7 @@ class Event:
     every: float | None = None
     times: int | None = None
     id: str = ""
+    line: int | None = None  # of the file
 
     @property
     def pod(self) -> str | None:
@@ -166,6 +169,7 @@ class PodPlan:
     labels: Mapping[str, str] = field(default_factory=dict)
     resources: Mapping[str, str] = field(default_factory=dict)
     guest: Mapping[str, Any] = field(default_factory=dict)  # fields of a GuestSpec, or draws of them
+    line: int | None = None  # of the file
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,8 @@ class Scenario:
     expectations: tuple[Expectation, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)  # of the World
     cut: float | None = None  # ended then, before its time
+    file: str = ""
+    setting_lines: Mapping[str, int | None] = field(default_factory=dict)  # of the file
 
     @property
     def end(self) -> float:
@@ -189,7 +195,7 @@ class Scenario:
     def run(self, seed: int | None) -> Timeline:
         """Run it; the verdicts are the last entries of the timeline."""
         with World(seed, **self.options) as world:
-            return _Performance(self, world).perform()
+            return Performance(self, world).perform()
 
 
 def run_scenario(source: str | Path | Mapping[str, Any], seed: int | None = None) -> Timeline:
@@ -210,17 +216,19 @@ def load(source: str | Path | Mapping[str, Any]) -> Scenario:
 # Running --------------------------------------------------------------------------------------------------------------
 
 
-class _Performance:
-    """One run of a scenario in a world."""
+class Performance:
+    """One run of a scenario on a stage that stands; ``allowance``: see `simulator.expectations.Run`."""
 
-    def __init__(self, scenario: Scenario, world: World) -> None:
+    def __init__(self, scenario: Scenario, world: Stage, allowance: float = 0.0) -> None:
         self._scenario = scenario
         self._world = world
+        self._allowance = allowance
         self._happened: dict[str, float] = {}
         self._missed: dict[str, str] = {}  # text of an event -> why it did not come off
         self._waiting: list[tuple[Event, list[int]]] = []  # triggers that were not seen yet, and how often they were
 
     def perform(self) -> Timeline:
+        """To its end; the verdicts are the last entries of the timeline."""
         world, scenario = self._world, self._scenario
         for pod in scenario.pods:
             world.announce(**split(pod.name), os=pod.os, annotations=pod.annotations)
@@ -233,7 +241,7 @@ class _Performance:
                 self._schedule(event)
         if self._waiting:
             world.timeline.listeners.append(self._look)
-        world.run(scenario.end)
+        world.run(scenario.end + self._allowance)
         self._judge()
         return world.timeline
 
@@ -309,9 +317,19 @@ class _Performance:
 
     # the end
 
+    def met(self) -> list[Expectation]:
+        """Those that are met for good by now."""
+        run = self._run()
+        verdicts = [(each, each.judge(run)) for each in self._scenario.expectations]
+        return [each for each, verdict in verdicts if verdict.final and verdict.kind(run) == "met"]
+
+    def _run(self) -> Run:
+        ended, planned = min(self._world.clock.elapsed(), self._scenario.end), self._scenario.until
+        return Run(self._world, ended, self._happened, planned, self._allowance)
+
     def _judge(self) -> None:
         world = self._world
-        run = Run(world, self._scenario.end, self._happened, self._scenario.until)
+        run = self._run()
         for event, _ in self._waiting:
             why = f"{event.trigger.sight.text!r} was not seen" if event.trigger else ""
             _record(run, None, f"the event happens: {event.text}", Verdict(why))
@@ -359,11 +377,13 @@ class _Reader:
             name=given["name"] or Path(document.file).stem,
             until=given["until"],
             document=root,
+            file=document.file,
             seed=given["seed"],
             pods=pods,
             events=events,
             expectations=tuple(self._expectation(row) for row in document.rows(root, "expect")),
             options=self._options(root, given),
+            setting_lines={key: document.line(root.get("settings"), key) for key in given["settings"] or {}},
         )
 
     def _options(self, root: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
@@ -396,6 +416,7 @@ class _Reader:
         resources = values.pop("resources") or {}
         document.known(resources, RESOURCES, "resource", row.get("resources"))
         return PodPlan(
+            line=document.line(row),
             guest=self._guest(row, row.get("guest") or {}),
             resources=resources,
             annotations=values.pop("annotations") or {},
@@ -442,6 +463,7 @@ class _Reader:
             every=timing["every"],
             times=timing["times"],
             id=timing["id"] or "",
+            line=document.line(row),
         )
 
     def _values(self, row: Mapping[str, Any], happening: Happening) -> dict[str, Any]:
@@ -479,7 +501,7 @@ class _Reader:
         for name, value in values.items():
             if name in ("at", "by", "after", "from", "to") and isinstance(value, str) and value not in self._ids:
                 raise document.wrong(row, f"{name}: {unknown('id of an event', value, self._ids)}")
-        return Expectation(written(row), values.get("pod"), values, sort.check)
+        return Expectation(written(row), values.get("pod"), values, sort.check, document.line(row))
 
     def _check_pod(self, row: Any, pod: str | None) -> None:
         if pod is not None and pod not in self._pods:

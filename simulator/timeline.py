@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from simulator.clock import VirtualClock
+from simulator.live_clock import LiveClock
 
 __all__ = ["Entry", "Timeline"]
 
@@ -52,7 +53,7 @@ NOTHING: Mapping[str, Any] = MappingProxyType({})
 class Timeline:
     """The entries of one run."""
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock | LiveClock) -> None:
         self._clock = clock
         self._entries: list[Entry] = []
         self.listeners: list[Callable[[Entry], None]] = []  # told of each entry; must not switch greenlets

@@ -14,7 +14,7 @@ it is about one: `record(actor, kind, pod, fields)`. The rules of simulator.inva
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -29,73 +29,29 @@ from simulator.fake_leases import FakeCocoonNet
 from simulator.fake_vms import FakeHost, Guest, GuestSpec
 from simulator.invariants import ClusterRules, Rulebook
 from simulator.life import Life
+from simulator.stage import NODE, Stage, example_pod
 from simulator.timeline import Timeline
 from vkcocoon_daemon import Daemon
-from vkcocoon_kube import ApiError, Object, PatchKind
+from vkcocoon_kube import Object
 from vkcocoon_net import normalize_mac
 from vkcocoon_settings import Settings
 from vkcocoon_status import ANNOTATION_VM_NAME, LIFECYCLE_READY, PROBE_READY, condition_of
 
 __all__ = ["World", "example_pod"]
 
-NODE = "sim-node"
 JITTER_S = 0.002  # with a seed: the most that a call, a packet or a message takes by itself
 NODE_IP = "192.0.2.10"
 
-_OS_ANNOTATIONS: dict[str, dict[str, str]] = {
-    "linux": {"cocoonset.cocoonstack.io/mode": "clone", "cocoonset.cocoonstack.io/image": "devbox-base:7"},
-    "windows": {"cocoonset.cocoonstack.io/mode": "run", "cocoonset.cocoonstack.io/image": "win11-golden:2026-08"},
-    "macos": {"cocoonset.cocoonstack.io/mode": "run", "cocoonset.cocoonstack.io/image": "registry.lab/mac/tahoe:26"},
-}
 
-
-def example_pod(
-    name: str,
-    *,
-    namespace: str = "default",
-    os: str = "linux",
-    node: str = NODE,
-    annotations: Mapping[str, str | None] = {},
-    labels: Mapping[str, str] = {},
-    resources: Mapping[str, str] = {},
-) -> Object:
-    """A pod as the operator would submit it, bound to ``node``; ``annotations`` win over the defaults, None takes one
-    away. ``resources`` are requests and limits alike."""
-    wanted = {
-        "vm.cocoonstack.io/name": f"vk-{namespace}-{name}",
-        "cocoonset.cocoonstack.io/managed": "true",
-        "cocoonset.cocoonstack.io/os": os,
-        **_OS_ANNOTATIONS.get(os, _OS_ANNOTATIONS["linux"]),
-        **annotations,
-    }
-    container: Object = {"name": "agent", "image": "ghcr.io/cocoonstack/placeholder:latest"}
-    if resources:
-        container["resources"] = {"requests": dict(resources), "limits": dict(resources)}
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {
-            "name": name,
-            "namespace": namespace,
-            "annotations": {key: value for key, value in wanted.items() if value is not None},
-            **({"labels": dict(labels)} if labels else {}),
-        },
-        "spec": {
-            "nodeName": node,
-            "terminationGracePeriodSeconds": 1,
-            "containers": [container],
-            "tolerations": [{"key": "virtual-kubelet.io/provider", "operator": "Exists"}],
-        },
-    }
-
-
-class World:
+class World(Stage):
     """One node and everything around it. Without a seed nothing takes time that was not asked to.
 
     ``jitter_s`` is the most that a call, a packet or a message takes by itself (2 ms with a seed). ``degraded``: the
     daemon gets no raw socket. ``packets``: it pings with its own pinger on a simulated wire (simulator.wire). The
     rest are settings of the daemon.
     """
+
+    clock: VirtualClock
 
     def __init__(
         self,
@@ -106,13 +62,14 @@ class World:
         packets: bool = False,
         **settings: Any,
     ) -> None:
+        super().__init__()
         if jitter_s is None:
             jitter_s = 0.0 if seed is None else JITTER_S
         self.seed, self.degraded, self.packets = seed, degraded, packets
         self.chance = Chance(seed)
         self.clock = VirtualClock(seed)
         self.timeline = Timeline(self.clock)
-        self.record = self.timeline.record
+        self.record = self.timeline.record  # type: ignore[method-assign]  # without a detour: it is called a lot
         self.rulebook = Rulebook(self._broken)
         self.timeline.backwards = lambda text: self.rulebook.broken("time goes forward", NODE, text)
         self._directory = tempfile.TemporaryDirectory(prefix="vk-cocoon-sim-")
@@ -124,6 +81,7 @@ class World:
             self.clock, rng=self.chance.of("vms"), leases=self.leases, record=self._host_event, jitter_s=jitter_s
         )
         self.kube = FakeKube(self.clock, rng=self.chance.of("kube"))
+        self.api = self.kube.admin
         self.kube.gate.jitter_s = jitter_s
         self.kube.store.on_change.append(self._stored)
         ClusterRules(self.kube.store, self.rulebook)
@@ -131,8 +89,6 @@ class World:
         self.settings = Settings(**defaults | settings)
         self.life: Life | None = None
         self._starts = 0
-        self._announced: dict[str, Object] = {}  # namespace/name -> the pod as it is, or will be, submitted
-        self._namespaces = {"default"}
         self._pods: dict[str, str] = {}  # VM name -> namespace/name of the pod it is for
         self._macs: dict[str, str] = {}  # MAC -> VM name
 
@@ -184,79 +140,10 @@ class World:
         """Let exactly that much time pass."""
         self.clock.run(seconds)
 
-    # --- the rest of the cluster ----------------------------------------------------------------------------------
+    # --- guests and VMs -------------------------------------------------------------------------------------------
 
-    def create_pod(
-        self,
-        name: str,
-        *,
-        namespace: str = "default",
-        os: str = "linux",
-        guest: GuestSpec | None = None,
-        **more: Any,
-    ) -> Object:
-        """Submit a pod bound to this node. ``guest`` says how its guest will behave, ``more`` is for `example_pod`."""
-        pod = self.announce(name, namespace=namespace, os=os, **more)
-        if guest is not None:
-            self.host.specs[self.vm_of(f"{namespace}/{name}")] = guest
-        if namespace not in self._namespaces:
-            self._namespaces.add(namespace)
-            with suppress(ApiError):  # it is there already
-                self.kube.admin.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
-        return self.kube.admin.create(f"/api/v1/namespaces/{namespace}/pods", pod)
-
-    def announce(self, name: str, *, namespace: str = "default", os: str = "linux", **more: Any) -> Object:
-        """Say that a pod will be created, so that faults can be laid out for its VM; returns the pod."""
-        pod = self._announced[f"{namespace}/{name}"] = example_pod(name, namespace=namespace, os=os, **more)
-        return pod
-
-    def recreate_pod(self, name: str, *, namespace: str = "default") -> Object:
-        """Remove the pod by force and submit it again under its name, as an impatient person does."""
-        with suppress(ApiError):
-            self.kube.admin.delete(_path(namespace, name), grace_seconds=0)
-        return self.kube.admin.create(f"/api/v1/namespaces/{namespace}/pods", self._announced[f"{namespace}/{name}"])
-
-    def delete_pod(self, name: str, *, namespace: str = "default", grace_seconds: int | None = None) -> None:
-        self.kube.admin.delete(_path(namespace, name), grace_seconds=grace_seconds)
-
-    def annotate(self, name: str, *, namespace: str = "default", **annotations: str | None) -> None:
-        """Set (or with None remove) annotations of the ``vm.cocoonstack.io`` group."""
-        patch = {f"vm.cocoonstack.io/{key.replace('_', '-')}": value for key, value in annotations.items()}
-        self.kube.admin.patch(_path(namespace, name), {"metadata": {"annotations": patch}}, kind="merge")
-
-    def change_pod(self, key: str, body: Object) -> None:
-        """Merge something into a pod. Raises LookupError when it is not there."""
-        self._merge(key, "", body)
-
-    def change_status(self, key: str, body: Object) -> None:
-        """Write into the status of a pod as somebody else, conditions by type. Raises LookupError."""
-        self._merge(key, "/status", {"status": body})
-
-    def _merge(self, key: str, part: str, body: Object) -> None:
-        namespace, _, name = key.partition("/")
-        try:
-            kind: PatchKind = "strategic" if part else "merge"
-            self.kube.admin.patch(_path(namespace, name) + part, body, kind=kind)
-        except ApiError as error:
-            raise LookupError(f"pod {key}: {error.message}") from error
-
-    def pod(self, name: str, *, namespace: str = "default") -> Object | None:
-        """The pod as Kubernetes holds it; None when there is none."""
-        try:
-            return self.kube.admin.get(_path(namespace, name))
-        except ApiError as error:
-            if error.status == 404:
-                return None
-            raise
-
-    def condition(self, name: str, type_: str = "Ready", *, namespace: str = "default") -> dict[str, Any]:
-        """A condition of the pod as Kubernetes holds it."""
-        pod = self.pod(name, namespace=namespace)
-        return condition_of(pod.get("status") or {}, type_) if pod else {}
-
-    def ready(self, name: str, *, namespace: str = "default") -> bool:
-        """Does Kubernetes hold Ready=True for it?"""
-        return self.condition(name, namespace=namespace).get("status") == "True"
+    def give_spec(self, vm_name: str, spec: GuestSpec) -> None:
+        self.host.specs[vm_name] = spec
 
     def guest(self, name: str, *, namespace: str = "default") -> Guest:
         """The guest of a pod. Raises LookupError while its VM was never powered on."""
@@ -266,35 +153,12 @@ class World:
         """The guest of the pod ``namespace/name``. Raises LookupError while its VM was never powered on."""
         return self.host.guest(self.vm_of(key))
 
-    def vm_of(self, key: str) -> str:
-        """The name of the VM that the pod asks for. Raises LookupError for a pod nobody announced."""
-        pod = self._announced.get(key)
-        if pod is None:
-            raise LookupError(f"pod {key} was never announced")
-        return str(pod["metadata"]["annotations"].get(ANNOTATION_VM_NAME, ""))
-
-    def announced(self) -> list[str]:
-        """namespace/name of the pods that were announced."""
-        return list(self._announced)
-
-    def os_of(self, key: str) -> str:
-        """The system that the pod asks for. Raises LookupError for a pod nobody announced."""
-        self.vm_of(key)
-        return str(self._announced[key]["metadata"]["annotations"].get("cocoonset.cocoonstack.io/os", "linux"))
-
     def vm_names(self) -> list[str]:
-        """The names of all VMs of which there is a record."""
         microvms = self.host.storage.read("cocoon/vms.json") or {}
         return sorted(record["config"]["name"] for record in microvms.values()) + self.host.macos.vm_names()
 
-    def flips(self, name: str, *, namespace: str = "default") -> list[tuple[float, bool]]:
-        """When Kubernetes saw Ready change, and to what; the first entry is the first Ready condition."""
-        entries = self.timeline.of(actor="kube", kind="ready", key=f"{namespace}/{name}")
-        return [(entry.seconds, dict(entry.fields)["ready"] == "True") for entry in entries]
-
-    def probes(self, name: str, *, namespace: str = "default") -> list[float]:
-        """The instants at which probes of a pod ended."""
-        return [entry.seconds for entry in self.timeline.of(actor="probe", key=f"{namespace}/{name}")]
+    def owed(self) -> list[str] | None:
+        return None if self.daemon is None else self.daemon.pods.unpublished()
 
     # --- what is written down -------------------------------------------------------------------------------------
 
@@ -341,18 +205,24 @@ class World:
 
     def _pod_stored(self, target: Target, change: Change) -> None:
         """What Kubernetes holds changed: the events that scenarios and expectations speak about."""
-        key, old, new = f"{target.namespace}/{target.name}", change.old or {}, change.new
-        if new is None:
-            self.record("kube", "deleted", key)
-            return
-        if change.old is None:
+        key, new = f"{target.namespace}/{target.name}", change.new
+        if change.old is None and new is not None:
             self._pods[(new["metadata"].get("annotations") or {}).get(ANNOTATION_VM_NAME, "")] = key
-            self.record("kube", "created", key)
-        before = _facets(old)
-        for kind, value in _facets(new).items():
-            if value != before.get(kind, ""):
-                was = before.get(kind, "")
-                self.record("kube", kind, key, {kind: value, "was": was, "reason": _reason(new)})
+        for kind, fields in pod_changes(change.old, new):
+            self.record("kube", kind, key, fields)
+
+
+def pod_changes(old: Object | None, new: Object | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What changed between two states of a pod as Kubernetes holds it, as kinds of entries with their fields."""
+    if new is None:
+        yield "deleted", {}
+        return
+    if old is None:
+        yield "created", {}
+    before = _facets(old or {})
+    for kind, value in _facets(new).items():
+        if value != (was := before.get(kind, "")):
+            yield kind, {kind: value, "was": was, "reason": _reason(new)}
 
 
 def _facets(pod: Object) -> dict[str, str]:
@@ -373,7 +243,3 @@ def _facets(pod: Object) -> dict[str, str]:
 
 def _reason(pod: Object) -> str:
     return str(condition_of(pod.get("status") or {}, "Ready").get("reason", ""))
-
-
-def _path(namespace: str, name: str) -> str:
-    return f"/api/v1/namespaces/{namespace}/pods/{name}"

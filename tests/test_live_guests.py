@@ -187,6 +187,85 @@ def test_an_echo_that_starts_late_is_silent_until_then(station):
 
 
 @inside
+def test_a_guest_that_hangs_answers_nothing_and_refuses_nothing(station):
+    guest, other = station.guest("vm-1", ports=[3389]), station.guest("vm-2", "0a:58:0a:58:00:22")
+    assert station.echoes(guest)
+    guest.tell(mute=True)
+    assert not station.echoes(guest, 0.3)
+    for port in (3389, 5986):
+        try:
+            socket.create_connection((guest.ip, port), timeout=0.3)
+            raise AssertionError("it answers")
+        except TimeoutError:
+            pass
+    assert station.echoes(other)
+    guest.tell(mute=False)
+    assert station.echoes(guest)
+    assert station.accepts(guest, 3389)
+
+
+@inside
+def test_echoes_can_be_slow_and_be_lost(station):
+    guest = station.guest(latency_s=0.3)
+    assert not station.echoes(guest, 0.2)
+    assert station.echoes(guest, 2.0)
+    guest.tell(latency=0)
+    assert station.echoes(guest, 0.25)
+    guest.tell(loss=1)
+    assert not station.echoes(guest, 0.3)
+    guest.tell(loss=0)
+    assert station.echoes(guest)
+
+
+@inside
+def test_a_reboot_from_inside_is_a_new_beginning_in_the_same_process(station):
+    guest = station.guest(boot_s=0.3, ports=[3389])
+    pid = guest.tell(echo=False, open=5986)["pid"]
+    guest.tell(reboot=True)
+    assert guest.tell(status=True)["ip"] == ""
+    assert not station.echoes(guest, 0.2)
+    station.until(lambda: guest.tell(status=True)["ip"] == guest.ip)
+    status = guest.tell(status=True)
+    assert (status["pid"], status["ports"], status["echo"]) == (pid, [3389], True)
+    assert station.echoes(guest)
+
+
+@inside
+def test_a_guest_takes_another_address_without_asking_and_goes_on(station):
+    guest = station.guest(ports=[3389])
+    guest.tell(mute=True)
+    assert guest.tell(address="10.88.0.77")["mute"]
+    guest.tell(mute=False)
+    guest.ip = "10.88.0.77"
+    assert station.echoes(guest)
+    assert station.accepts(guest, 3389)
+
+
+@inside
+def test_a_port_may_say_something_to_who_connects(station):
+    guest = station.guest()
+    guest.tell(open=7000, says="hello")
+    with socket.create_connection((guest.ip, 7000), timeout=5) as visitor:
+        assert visitor.recv(100) == b"hello\r\n"
+
+
+@inside
+def test_a_guest_tells_when_it_has_power_and_an_address(station):
+    from simulator.telling import SOCKET
+
+    ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    ear.bind(str(station.home / SOCKET))
+    ear.settimeout(5)
+    guest = station.guest()
+    told = [json.loads(ear.recv(65536)) for _ in range(2)]
+    assert [(actor, kind, vm) for actor, kind, vm, _ in told] == [
+        ("host", "power on", "vm-1"),
+        ("guest", "address", "vm-1"),
+    ]
+    assert told[1][3] == {"ip": guest.ip}
+
+
+@inside
 def test_ports_refuse_until_they_are_opened_and_after_they_are_closed(station):
     guest = station.guest(os_name="windows", ports=[3389])
     assert station.accepts(guest, 3389)

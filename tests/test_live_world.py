@@ -11,6 +11,7 @@ from simulator import guest_orders, live_world
 from simulator.cluster_view import pod_row
 from simulator.fake_guests import GuestError
 from simulator.guest_orders import GuestOrders, parse_order
+from simulator.live_clusters import Cluster
 from simulator.live_world import DaemonProcess, LiveWorld, Place
 from vkcocoon_probes import SystemClock
 
@@ -94,6 +95,35 @@ def test_a_daemon_that_is_killed_is_started_again(supervised):
 
 
 @pytest.mark.process
+def test_a_daemon_that_is_killed_on_purpose_stays_down_until_it_is_started(supervised):
+    world = supervised(WELL_BEHAVED)
+    until(lambda: len(world.lines()) == 1)
+    first = world.daemon.pid
+    world.daemon.kill()
+    assert not alive(first)
+    assert world.daemon.pid == 0
+    CLOCK.sleep(0.2)
+    assert len(world.lines()) == 1
+    world.daemon.start()
+    until(lambda: len(world.lines()) == 2)
+    world.daemon.stop()
+    assert world.lines()[-1] == "down"
+    assert (world.said, world.daemon.failures) == ([], [])
+
+
+@pytest.mark.process
+def test_a_daemon_may_be_denied_raw_sockets(tmp_path, monkeypatch):
+    tries = "import socket\ntry:\n    socket.socket(2, 3, 1); print('raw')\nexcept OSError: print('none')\n"
+    (tmp_path / "daemon.py").write_text(tries + "raise SystemExit(1)")
+    monkeypatch.setattr(live_world, "_program", lambda: [sys.executable, str(tmp_path / "daemon.py")])
+    daemon = DaemonProcess(lambda: {}, tmp_path / "log", CLOCK, lambda text, kind: None)
+    daemon.raw_socket = False
+    daemon.start()
+    assert daemon.given_up.wait(timeout=20)
+    assert (tmp_path / "log").read_text() == "none\n"
+
+
+@pytest.mark.process
 def test_a_daemon_that_gives_up_by_itself_is_not_started_again_and_its_last_words_are_shown(supervised):
     world = supervised("print('VK_NODE_IP: not possible'); raise SystemExit(78)")
     assert world.daemon.given_up.wait(timeout=10)
@@ -169,7 +199,7 @@ def test_the_daemons_environment_is_accepted_by_its_settings_and_stays_inside_th
 
     monkeypatch.setenv("VK_NODE_NAME", "production")
     monkeypatch.setenv("KUBECONFIG", "/root/.kube/config")
-    world = LiveWorld(Place(Path("/run/playground"), bridged), CLOCK, lambda text, kind: None)
+    world = LiveWorld(Place(Path("/run/playground"), bridged), CLOCK, Cluster(), lambda text, kind: None)
     settings = Settings.load(world.environment(), {})
     assert settings.node_name == "playground"
     assert Settings.strangers(world.environment()) == {}

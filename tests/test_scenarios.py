@@ -13,7 +13,7 @@ from simulator.fake_cocoon import FakeCocoon
 from simulator.fake_macos import FakeCocoonMacos
 from simulator.fake_tools import Knob
 from simulator.happenings import BEHAVIORS, HAPPENINGS
-from simulator.scenario import ScenarioError, load, run_scenario
+from simulator.scenario import Performance, ScenarioError, load, run_scenario
 from simulator.simulate import main
 from simulator.world import World
 
@@ -325,6 +325,43 @@ def test_what_a_run_that_is_ended_early_has_no_time_for_is_not_broken(until, exp
 def test_an_event_that_a_run_ended_early_has_no_time_for_is_not_broken():
     events = [{"id": "gone", "when": {"pod": "web-0", "sees": "deleted"}, "silent": "web-0"}]
     assert kinds(4.0, events, pod="web-0", ready=False, after="gone", within="1s") == ["not reached", "not reached"]
+
+
+@pytest.mark.parametrize(
+    ("expectation", "allowance", "kind"),
+    [
+        ({"pod": "web-0", "ready": True, "by": "1s"}, 0.0, "broken"),
+        ({"pod": "web-0", "ready": True, "by": "1s"}, 0.1, "broken"),
+        ({"pod": "web-0", "ready": True, "by": "1s"}, 0.5, "met"),  # it is at 1.3 s
+        ({"pod": "web-0", "ready": True, "at": "1700ms"}, 0.5, "met"),
+        ({"pod": "web-0", "ready": True, "at": "2s"}, 0.5, "broken"),
+        ({"pod": "web-0", "shows": {"ready": True}, "at": "1s"}, 0.5, "met"),
+        ({"pod": "web-0", "shows": {"ready": True}, "from": "1s", "to": "9s"}, 0.5, "met"),
+        ({"pod": "web-0", "shows": {"ready": True}, "from": "0s", "to": "9s"}, 0.5, "broken"),
+        ({"pod": "web-0", "never": "ready", "to": "1500ms"}, 0.5, "met"),
+        ({"pod": "web-0", "never": "ready"}, 0.5, "broken"),
+        ({"pod": "web-0", "count": "ready", "is": 1, "to": "1s"}, 0.5, "met"),
+        ({"pod": "web-0", "count": "ready", "is": 2}, 0.5, "broken"),
+        ({"pod": "web-0", "flips": 0, "to": "3s"}, 0.5, "broken"),
+    ],
+    ids=str,
+)
+def test_in_real_time_the_edges_of_an_expectation_may_be_moved_by_so_much(expectation, allowance, kind):
+    with World() as world:
+        performance = Performance(load(GOOD | {"expect": [expectation]}), world, allowance)
+        timeline = performance.perform()
+    assert timeline.of(actor="expect")[0].kind == kind
+
+
+def test_what_is_met_for_good_is_known_before_the_end():
+    expect = [{"pod": "web-0", "ready": True, "by": "5s"}, {"pod": "web-0", "flips": 1}]
+    with World() as world:
+        performance = Performance(load(GOOD | {"expect": expect}), world)
+        world.clock.at(1.0, lambda: seen.append([each.text for each in performance.met()]))
+        world.clock.at(2.0, lambda: seen.append([each.text for each in performance.met()]))
+        seen = []
+        performance.perform()
+    assert seen == [[], ["pod=web-0 ready=True by=5s"]]
 
 
 def test_what_is_not_reached_is_said_and_fails_nothing(tmp_path, capsys):

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from simulator.live_clusters import FakeCluster
 from simulator.live_world import NODE_NAME, LiveWorld, Place
 from simulator.world import example_pod
 from vkcocoon_kube import ApiError
@@ -41,13 +42,14 @@ class Site:
 
     def __init__(self, home: Path) -> None:
         self.home = home
-        self.world = LiveWorld(Place(home, bridged=False), CLOCK, lambda *_: None)
+        cluster = FakeCluster(CLOCK, socket.create_server(("127.0.0.1", 0)))
+        self.world = LiveWorld(Place(home, bridged=False), CLOCK, cluster, lambda *_: None)
         self.env_file = home / "vk-cocoon.env"
 
     def start(self):
-        listener = socket.create_server(("127.0.0.1", 0))
         self.began = CLOCK.monotonic()
-        self.world.start(listener)
+        self.world.start()
+        self.world.daemon.start()
         self.env_file.write_text(
             "".join(f"{name}={value}\n" for name, value in self.world.environment().items() if name.isupper())
         )
@@ -55,7 +57,7 @@ class Site:
 
     def node_ready(self):
         try:
-            node = self.world.kube.admin.get(NODE)
+            node = self.world.cluster.api.get(NODE)
         except ApiError:
             return False
         conditions = (node.get("status") or {}).get("conditions") or []
@@ -83,7 +85,7 @@ class Site:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environ)
 
     def pod(self, name):
-        return self.world.kube.admin.get(f"/api/v1/namespaces/default/pods/{name}")
+        return self.world.cluster.api.get(f"/api/v1/namespaces/default/pods/{name}")
 
 
 @pytest.fixture
@@ -102,7 +104,7 @@ class TestDoors:
         until(site.node_ready)
         closed = {"vm.cocoonstack.io/probe-port": "9"}
         pod = example_pod("web-0", node=NODE_NAME, annotations=closed)
-        site.world.kube.admin.create("/api/v1/namespaces/default/pods", pod)
+        site.world.cluster.api.create("/api/v1/namespaces/default/pods", pod)
 
         def waits():
             conditions = (site.pod("web-0").get("status") or {}).get("conditions") or []
