@@ -147,11 +147,12 @@ def parse_path(path: str) -> Target:
 
 
 class Refusal(ApiError):
-    """An ``ApiError`` of the fake server itself, with the ``details`` of its Status object."""
+    """An ``ApiError`` of the fake server itself, with the ``details`` and ``metadata`` of its Status object."""
 
     def __init__(self, status: int, reason: str, message: str, details: Object | None = None) -> None:
         super().__init__(status, reason, message)
         self.details: Object = details or {}
+        self.metadata: Object = {}
 
 
 def status_of(error: ApiError) -> Object:
@@ -159,7 +160,8 @@ def status_of(error: ApiError) -> Object:
     details = dict(getattr(error, "details", {}))
     if error.retry_after is not None:
         details["retryAfterSeconds"] = int(error.retry_after)
-    status: Object = {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Failure"}
+    metadata = getattr(error, "metadata", {})
+    status: Object = {"kind": "Status", "apiVersion": "v1", "metadata": metadata, "status": "Failure"}
     status |= {"message": error.message, "reason": error.reason}
     if details:
         status["details"] = details
@@ -216,8 +218,11 @@ def bad_request(message: str) -> Refusal:
     return Refusal(400, "BadRequest", message)
 
 
-def expired(message: str) -> Refusal:
-    return Refusal(410, "Expired", message)
+def expired(message: str, go_on: str = "") -> Refusal:
+    """410; ``go_on`` is a token for whoever would rather go on with what is there now."""
+    refusal = Refusal(410, "Expired", message)
+    refusal.metadata = {"continue": go_on} if go_on else {}
+    return refusal
 
 
 def method_not_allowed(target: Target) -> Refusal:

@@ -53,6 +53,13 @@ PatchKind = Literal["strategic", "merge", "json", "apply"]
 _NAMESPACES = ("default", "kube-node-lease", "kube-public", "kube-system")
 # The letters Kubernetes draws generated names from: no vowels, so no words.
 _NAME_LETTERS = "bcdfghjklmnpqrstvwxz2456789"
+_INCONSISTENT = -1  # the revision of a token that takes whatever is there now
+_TOO_OLD_TO_CONTINUE = (
+    "The provided continue parameter is too old to display a consistent list result. You can start a new list without"
+    " the continue parameter, or use the continue token in this response to retrieve the remainder of the results."
+    " Continuing with the provided token results in an inconsistent list - objects that were created, modified, or"
+    " deleted between the time the first chunk was returned and now may show up in the list."
+)
 _KEPT_PAGES = 64
 
 
@@ -147,7 +154,7 @@ class Store:
         items = [obj for obj in candidates if (start is None or _key(obj) > start) and selects(obj)]
         metadata: Object = {"resourceVersion": str(revision)}
         if limit and len(items) > limit:
-            metadata["continue"] = _encode_token(revision, items[limit - 1])
+            metadata["continue"] = _encoded(revision, _key(items[limit - 1]))
             metadata["remainingItemCount"] = len(items) - limit
             items = items[:limit]
             self._keep_page(target, revision, candidates)
@@ -163,7 +170,7 @@ class Store:
             message = f"Timeout: Too large resource version: {wanted}, current: {self.revision}"
             raise Refusal(504, "Timeout", message, {"causes": [cause], "retryAfterSeconds": 1})
         if match == "Exact" and wanted < self.revision:
-            raise expired("The provided resource version is too old")
+            raise expired("The resourceVersion for the provided list is too old.")
 
     def freeze(self) -> None:
         """Keep what a cache that lags behind would answer to a list that takes any version, until ``thaw``."""
@@ -176,18 +183,17 @@ class Store:
         if token:
             revision, start = _decode_token(token)
             kept = self._pages.get((target.resource, target.namespace, revision))
-            if kept is None:
-                raise expired(
-                    "The provided continue parameter is too old to display a consistent list result. You can start a"
-                    " new list without the continue parameter, or use the continue token in this response to retrieve"
-                    " the remainder of the results."
-                )
-            return revision, start, kept
+            if kept is not None:
+                return revision, start, kept
+            if revision != _INCONSISTENT:
+                raise expired(_TOO_OLD_TO_CONTINUE, _encoded(_INCONSISTENT, start))
+        else:
+            start = None
         revision, objects = self.revision, self._collections[target.resource].objects
         if any_version and self._frozen is not None:
             revision, objects = self._frozen[0], self._frozen[1][target.resource]
         wanted = [obj for key, obj in sorted(objects.items()) if target.namespace in ("", key[0])]
-        return revision, None, wanted
+        return revision, start, wanted
 
     def _keep_page(self, target: Target, revision: int, candidates: Objects) -> None:
         self._pages[target.resource, target.namespace, revision] = candidates
@@ -539,8 +545,9 @@ def _unprocessable(message: str) -> Refusal:
     return Refusal(422, "Invalid", f"the server rejected our request due to an error in our request: {message}")
 
 
-def _encode_token(revision: int, last: Object) -> str:
-    token = {"v": "meta.k8s.io/v1", "rv": revision, "start": list(_key(last))}
+def _encoded(revision: int, start: tuple[str, str]) -> str:
+    """A continue token: the list as it was then, from behind there on."""
+    token = {"v": "meta.k8s.io/v1", "rv": revision, "start": list(start)}
     return base64.urlsafe_b64encode(json.dumps(token).encode()).decode().rstrip("=")
 
 

@@ -22,4 +22,4 @@ def test_the_fake_answers_as_the_real_server_did(door, name):
     api = Api(door.url)
     namespace = f"trace-{name.replace('_', '-')}"
     api.create("/api/v1/namespaces", {"metadata": {"name": namespace}})
-    assert traces.play(name, api, namespace) == traces.recorded(name)["steps"]
+    assert traces.play(name, api, namespace, door.kube.expire_history) == traces.recorded(name)["steps"]

@@ -214,6 +214,10 @@ class ControlPlane:
         status = etcd.ask("POST", "/v3/maintenance/status", {})
         etcd.ask("POST", "/v3/kv/compaction", {"revision": status["header"]["revision"], "physical": True})
 
+    def forget_history(self) -> None:
+        """No version but the present one is known any more; the API server alone would go on from memory."""
+        self.restart_api_server(meanwhile=self.compact)
+
     def kubectl(self, *words: str, fails: bool = False, input_: str = "", within: float = 90.0) -> str:
         """What the administrator's kubectl prints; see run_kubectl."""
         printed = run_kubectl(self._admin_kubeconfig(), *words, fails=fails, input_=input_, within=within)

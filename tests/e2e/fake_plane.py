@@ -3,6 +3,7 @@
 It is a process of its own with nothing but its HTTP door: no users, no scheduler, no controllers.
 """
 
+import signal
 import socket
 import sys
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 from gevent import subprocess
 
 from simulator.namespaces import die_with_parent, environment
-from tests.e2e.api import Api
+from tests.e2e.api import CLOCK, Api
 from tests.e2e.control_plane import UP_S, run_kubectl, until, write_kubeconfig
 
 
@@ -49,6 +50,11 @@ class FakePlane:
             self._process.wait()
         self._listener.close()
 
+    def forget_history(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGUSR1)
+        CLOCK.sleep(0.5)
+
     def daemon_kubeconfig(self, path: Path, url: str = "") -> None:
         write_kubeconfig(path, {"server": url or self.url}, {})
 
@@ -60,13 +66,16 @@ def main(descriptor: int) -> None:
     from gevent import monkey
 
     monkey.patch_all()
+    import gevent
     import gevent.socket
     from gevent.event import Event
 
     from simulator.fake_kube import FakeKube
     from vkcocoon_probes import SystemClock
 
-    FakeKube(SystemClock()).serve(gevent.socket.socket(fileno=descriptor))
+    kube = FakeKube(SystemClock())
+    gevent.signal_handler(signal.SIGUSR1, kube.expire_history)
+    kube.serve(gevent.socket.socket(fileno=descriptor))
     Event().wait()
 
 

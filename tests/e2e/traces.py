@@ -25,13 +25,16 @@ QUIET_S = 1.0  # a watch is read until nothing more comes for so long
 # What says nothing about the behavior that is compared.
 DROPPED = {"managedFields", "creationTimestamp", "selfLink", "generateName", "observedGeneration"}
 TIME = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?Z")
+VERSION = re.compile(r"resourceVersion=\d+")
+VERSIONS = re.compile(r"resource version: \d+ \(\d+\)")
 UID = re.compile(r"[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}")
 
 
 class Tracer:
     """Makes the requests of one trace and writes down what comes back."""
 
-    def __init__(self, api: Api, namespace: str) -> None:
+    def __init__(self, api: Api, namespace: str, forget: Callable[[], None]) -> None:
+        self.forget = forget
         self.api = api
         self.namespace = namespace
         self.pods = f"/api/v1/namespaces/{namespace}/pods"
@@ -81,6 +84,7 @@ class Tracer:
             return self._named("rv", value)
         # What follows a line break is Go's own picture of two structures.
         text = TIME.sub("TIME", value.partition("\n")[0].replace(self.namespace, "NAMESPACE"))
+        text = VERSIONS.sub("resource version: OLD (NEW)", VERSION.sub("resourceVersion=OLD", text))
         return UID.sub(lambda found: self._named("uid", found[0]), text)
 
     def _named(self, kind: str, value: str) -> str:
@@ -381,6 +385,29 @@ def json_patch(trace: Tracer) -> None:
     trace.note({"unknown": answer.status, "reason": answer.json.get("reason")})
 
 
+def history_forgotten(trace: Tracer) -> None:
+    """What was compacted: a list in pages goes on only with what is there now, an old list and an old watch begin anew."""
+    for name in ("a", "b", "c"):
+        trace.do("POST", trace.pods, pod(name), keep=("metadata.name",))
+    page = trace.api.get(f"{trace.pods}?limit=1")["metadata"]
+    old = f"resourceVersion={page['resourceVersion']}"
+    trace.do("PATCH", f"{trace.pods}/c", {"metadata": {"labels": {"a": "b"}}}, content_type=MERGE, keep=("kind",))
+    trace.forget()
+    refused = trace.api.send("GET", f"{trace.pods}?limit=1&continue={page['continue']}").json
+    token = refused["metadata"].pop("continue")
+    trace.note({"continued": refused, "token": bool(token)})
+    rest = trace.api.get(f"{trace.pods}?limit=1&continue={token}")
+    trace.note({"with the token": _names(rest), "more": bool(rest["metadata"].get("continue"))})
+    trace.do("GET", f"{trace.pods}?{old}&resourceVersionMatch=Exact")
+    trace.note({"not older than": _names(trace.api.get(f"{trace.pods}?{old}&resourceVersionMatch=NotOlderThan"))})
+    events = list(trace.api.watch(trace.pods, resourceVersion=page["resourceVersion"], timeoutSeconds=5))
+    trace.note({"watched": [_event(event) for event in events]})
+
+
+def _names(page: Any) -> list[str]:
+    return [item["metadata"]["name"] for item in page["items"]]
+
+
 TRACES = {
     function.__name__: function
     for function in (
@@ -392,6 +419,7 @@ TRACES = {
         status_isolation,
         uid_preconditions,
         gone,
+        history_forgotten,
         bookmark,
         micro_time,
         merge_of_conditions,
@@ -403,9 +431,9 @@ TRACES = {
 }
 
 
-def play(name: str, api: Api, namespace: str) -> list[Any]:
-    """What this server does."""
-    tracer = Tracer(api, namespace)
+def play(name: str, api: Api, namespace: str, forget: Callable[[], None]) -> list[Any]:
+    """What this server does; `forget` makes it lose its history."""
+    tracer = Tracer(api, namespace, forget)
     TRACES[name](tracer)
     return tracer.written
 
