@@ -386,7 +386,7 @@ def json_patch(trace: Tracer) -> None:
 
 
 def history_forgotten(trace: Tracer) -> None:
-    """What was compacted: a list in pages goes on only with what is there now, an old list and an old watch begin anew."""
+    """What was compacted: a list in pages goes on with what is there now, an old list and an old watch begin anew."""
     for name in ("a", "b", "c"):
         trace.do("POST", trace.pods, pod(name), keep=("metadata.name",))
     page = trace.api.get(f"{trace.pods}?limit=1")["metadata"]
