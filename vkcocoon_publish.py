@@ -98,7 +98,7 @@ def _counts(name: str, wanted: Object) -> bool:
 
 
 def _same(wanted: Any, held: Any) -> bool:
-    if not wanted and not held:
+    if wanted == held or (not wanted and not held):
         return True
     if isinstance(wanted, dict):
         return isinstance(held, dict) and all(_same(value, held.get(key)) for key, value in wanted.items())
@@ -106,7 +106,7 @@ def _same(wanted: Any, held: Any) -> bool:
         return isinstance(held, list) and len(wanted) == len(held) and all(map(_same, wanted, held))
     if isinstance(wanted, str) and isinstance(held, str) and wanted != held:
         return _same_second(wanted, held)
-    return bool(wanted == held)
+    return False
 
 
 def _same_second(one: str, other: str) -> bool:

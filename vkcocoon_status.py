@@ -238,10 +238,11 @@ Json = TypeVar("Json")
 
 def copied(value: Json) -> Json:
     """A copy of plain JSON data that shares nothing mutable with it; several times faster than copy.deepcopy."""
+    # Most items are scalars: they are told here, not in a call of their own.
     if isinstance(value, dict):
-        return {key: copied(item) for key, item in value.items()}  # type: ignore[return-value]
+        return {key: copied(item) if isinstance(item, (dict, list)) else item for key, item in value.items()}  # type: ignore[return-value]
     if isinstance(value, list):
-        return [copied(item) for item in value]  # type: ignore[return-value]
+        return [copied(item) if isinstance(item, (dict, list)) else item for item in value]  # type: ignore[return-value]
     return value
 
 

@@ -30,6 +30,7 @@ from simulator.fake_kube_store import PLAIN, Change, DeleteOptions, Store, Write
 from simulator.fake_kube_watch import TornStream, WatchOptions, WatchStream
 from vkcocoon_kube import READ_S, WATCH_READ_S, ApiError, Object, PatchKind
 from vkcocoon_probes import Clock
+from vkcocoon_status import copied
 
 if TYPE_CHECKING:
     from simulator.fake_kube_http import HttpDoor
@@ -105,16 +106,16 @@ class Door:
         return self._perform(request, act, copies=False)
 
     def create(self, path: str, body: Object) -> Object:
-        request = self._request("POST", path, _copied(body))
-        return self._perform(request, lambda: self._server.post(parse_path(path), _copied(body)))
+        request = self._request("POST", path, copied(body))
+        return self._perform(request, lambda: self._server.post(parse_path(path), copied(body)))
 
     def patch(self, path: str, body: Any, *, kind: PatchKind) -> Object:
-        request, store = self._request("PATCH", path, _copied(body), kind=kind), self._server.store
-        return self._perform(request, lambda: store.patch(addressed(parse_path(path), "patch"), _copied(body), kind))
+        request, store = self._request("PATCH", path, copied(body), kind=kind), self._server.store
+        return self._perform(request, lambda: store.patch(addressed(parse_path(path), "patch"), copied(body), kind))
 
     def replace(self, path: str, body: Object) -> Object:
-        request, store = self._request("PUT", path, _copied(body)), self._server.store
-        return self._perform(request, lambda: store.update(addressed(parse_path(path), "update"), _copied(body)))
+        request, store = self._request("PUT", path, copied(body)), self._server.store
+        return self._perform(request, lambda: store.update(addressed(parse_path(path), "update"), copied(body)))
 
     def delete(self, path: str, *, uid: str = "", grace_seconds: int | None = None) -> Object:
         grace = "" if grace_seconds is None else str(grace_seconds)
@@ -128,13 +129,13 @@ class Door:
 
     def _perform(self, request: Request, act: Callable[[], T], *, copies: bool = True) -> T:
         result = act() if self._faultless else self._server.perform(request, act, self._server.client_timeout)
-        return _copied(result) if copies else result
+        return copied(result) if copies else result
 
     def _read(self, stream: WatchStream, options: WatchOptions) -> Iterator[Object]:
         with self._server.reading(stream):
             try:
                 for event in stream.events(options):
-                    yield _copied(event)
+                    yield copied(event)
             except TornStream:
                 raise ApiError(0, "ConnectionReset", f"{stream.request} was cut in the middle of an event") from None
 
@@ -386,11 +387,3 @@ def addressed(target: Target, verb: str) -> Target:
 
 def _success(code: int) -> Object:
     return {"kind": "Status", "apiVersion": "v1", "metadata": {}, "status": "Success", "code": code}
-
-
-def _copied(value: T) -> T:
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in value.items()}  # type: ignore[return-value]
-    if isinstance(value, list):
-        return [_copied(item) for item in value]  # type: ignore[return-value]
-    return value

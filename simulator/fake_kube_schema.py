@@ -19,8 +19,10 @@ that nothing here acts on (volume sources, probes, affinity) are ``any``.
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from functools import cached_property, lru_cache
 from typing import Any
 
 __all__ = ["SCHEMA", "DecodeError", "Field", "decode", "fields_of"]
@@ -168,7 +170,7 @@ class DecodeError(Exception):
     """A body that does not fit the type of its kind; the text is the reason a client is shown."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Field:
     """One field of a type: what it holds and how a patch and an empty value treat it."""
 
@@ -178,9 +180,13 @@ class Field:
     always: bool
     pointer: bool
 
-    @property
+    @cached_property
     def is_struct(self) -> bool:
         return self.type not in _SCALARS
+
+    @cached_property
+    def is_text(self) -> bool:
+        return self.type == "string" and not self.is_list
 
 
 def _parse(definition: str) -> dict[str, Field]:
@@ -218,8 +224,12 @@ def _struct(type_name: str, value: Any, path: str, unknown: list[str]) -> Object
     fields = SCHEMA[type_name]
     result: Object = {}
     for name, item in value.items():
-        here = f"{path}.{name}" if path else str(name)
         field = fields.get(name)
+        if field is not None and field.is_text and type(item) is str:  # most of what there is
+            if item or field.always or field.pointer:
+                result[name] = item
+            continue
+        here = f"{path}.{name}" if path else str(name)
         if field is None:
             unknown.append(here)
             continue
@@ -324,30 +334,28 @@ def _int_or_string(value: Any, path: str) -> int | str:
 
 
 def _time(value: Any, path: str) -> str | None:
-    return _written(_moment(value, path, _TIME, "2006-01-02T15:04:05Z07:00"), "seconds")
+    return _rewritten(_string(value, path), _TIME, "2006-01-02T15:04:05Z07:00", "seconds")
 
 
 def _micro_time(value: Any, path: str) -> str | None:
-    return _written(_moment(value, path, _MICRO_TIME, "2006-01-02T15:04:05.000000Z07:00"), "microseconds")
+    return _rewritten(_string(value, path), _MICRO_TIME, "2006-01-02T15:04:05.000000Z07:00", "microseconds")
 
 
-def _written(moment: datetime, precision: str) -> str | None:
+@lru_cache(maxsize=4096)  # the times of an object are read again with each of its changes
+def _rewritten(text: str, shape: re.Pattern[str], layout: str, precision: str) -> str | None:
+    moment = _moment(text, shape, layout)
     # Go's zero time is "no time".
     return None if moment == _ZERO_TIME else moment.isoformat(timespec=precision).replace("+00:00", "Z")
 
 
-def _moment(value: Any, path: str, shape: re.Pattern[str], layout: str) -> datetime:
-    text = _string(value, path)
+def _moment(text: str, shape: re.Pattern[str], layout: str) -> datetime:
+    if shape.fullmatch(text) is not None:
+        # Nine digits of a second are legal, and more than Python's microseconds hold.
+        trimmed = re.sub(r"\.(\d{1,6})\d*", r".\1", text)
+        with suppress(ValueError, OverflowError):
+            return datetime.fromisoformat(trimmed).astimezone(UTC)
     rest, wanted = _unparsed(text, layout)
-    failure = DecodeError(f'parsing time "{text}" as "{layout}": cannot parse "{rest}" as "{wanted}"')
-    if shape.fullmatch(text) is None:
-        raise failure
-    # Nine digits of a second are legal, and more than Python's microseconds hold.
-    trimmed = re.sub(r"\.(\d{1,6})\d*", r".\1", text)
-    try:
-        return datetime.fromisoformat(trimmed).astimezone(UTC)
-    except (ValueError, OverflowError):
-        raise failure from None
+    raise DecodeError(f'parsing time "{text}" as "{layout}": cannot parse "{rest}" as "{wanted}"')
 
 
 def _unparsed(text: str, layout: str) -> tuple[str, str]:
