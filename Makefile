@@ -33,6 +33,7 @@ docs: $(VENV)/ready
 	$(BIN)/python docs/reference.py
 	$(BIN)/python -m simulator.reference > docs/scenarios.md
 	$(BIN)/python -m simulator.catalog docs/simulator.md
+	$(BIN)/python -m tests.tutorial docs/tutorial.md
 	$(BIN)/python -m vkcocoon_settings environment > packaging/vk-cocoon.env.example
 
 # Compat mode makes the whole directory importable: a module added later needs no new installation.

@@ -23,7 +23,8 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "status-first", "probe-port", "static-address", "degraded", "three-guests", "sizes", "tour", "tour-on-loopback",
     ),
     "Leases and addresses": (
-        "lease-moves", "lease-expires", "lease-comes-late", "lease-file-appears", "lease-file-blinks",
+        "lease-moves", "lease-moves-in-a-wake", "lease-expires", "lease-comes-late", "lease-file-appears",
+        "lease-file-blinks",
         "lease-file-odd-writes", "lease-file-says-none", "dhcp-daemon-dead", "dhcp-daemon-forgets", "addresses-swap",
         "addresses-swap-at-the-wrong-moment", "clones-fight",
     ),

@@ -193,6 +193,7 @@ class Guest:
         self._life = Group()  # what ends with a reboot
         self._spec = read_spec(home, name, os_name)
         self._address: Address | None = None
+        self._given = ""  # an address to use in place of the one that DHCP gives next
         self._echo = self._spec.echo
         self._awake = False  # answers echoes, if it does
         self._mute = False
@@ -276,7 +277,9 @@ class Guest:
     # Address and ports
 
     def _renew(self) -> None:
-        self._take(self._ask_for_address())
+        address = self._ask_for_address()
+        given, self._given = self._given, ""
+        self._take(replace(address, ip=given) if given else address)
 
     def _take(self, address: Address) -> None:
         if self._address and address.ip == self._address.ip:
@@ -300,8 +303,9 @@ class Guest:
     def _renumber(self, ip: str) -> None:
         """Use another address, whatever DHCP says."""
         if self._address is None:
-            raise GuestError("it has no address yet")
-        self._take(replace(self._address, ip=ip))
+            self._given = ip  # once it is up
+        else:
+            self._take(replace(self._address, ip=ip))
 
     def _hang(self, on: bool) -> None:
         self._network.mute(on)

@@ -242,6 +242,21 @@ def test_a_guest_takes_another_address_without_asking_and_goes_on(station):
 
 
 @inside
+def test_a_guest_that_is_still_booting_takes_the_address_it_was_told_once_it_is_up(station):
+    from simulator.fake_guests import tell
+
+    (station.home / "guests" / "vm-2.json").write_text(json.dumps({"os": "linux", "boot_s": 1.0, "lease_s": 0.0}))
+    words = ["--home", str(station.home), "--vm", "vm-2", "--mac", "0a:58:0a:58:00:22", "--os", "linux"]
+    process = subprocess.Popen([sys.executable, "-m", "simulator.fake_guests", *words])
+    guest = LiveGuest("vm-2", process, lambda **order: tell(station.home, "vm-2", order))
+    station.until(guest.answers)
+    assert guest.tell(address="10.88.0.78")["ip"] == ""
+    station.until(lambda: guest.tell(status=True)["ip"])
+    assert guest.tell(status=True)["ip"] == "10.88.0.78"
+    process.kill()
+
+
+@inside
 def test_a_port_may_say_something_to_who_connects(station):
     guest = station.guest()
     guest.tell(open=7000, says="hello")

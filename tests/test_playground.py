@@ -174,12 +174,14 @@ def playground(tmp_path):
 
 @pytest.fixture(scope="module", autouse=True)
 def tours(tmp_path_factory):
-    """Both tours take most of a minute, so they take it together, and while the other tests run."""
+    """Tours and a scenario take about a minute, so they take it together, and while the other tests run."""
     bridged = Playground(tmp_path_factory.mktemp("bridged"), "tour")
+    report = tmp_path_factory.mktemp("reported") / "run.html"
+    reported = Playground(report.parent, "lease-moves-in-a-wake", "--report", str(report), "--allowance", "15s")
     loopback = Playground(tmp_path_factory.mktemp("loopback"), "--loopback")
-    yield bridged, loopback
-    bridged.end()
-    loopback.end()
+    yield bridged, loopback, reported, report
+    for each in (bridged, loopback, reported):
+        each.end()
 
 
 # The tour ---------------------------------------------------------------------------------------------------------
@@ -217,6 +219,39 @@ def test_on_loopback_the_same_tour_holds_and_says_what_it_cannot_show(tours):
     assert "default/linux-0 Not Ready: PortClosed" in run.text()
     assert "Traceback" not in run.text()
     assert not home.exists()
+
+
+@needs_namespaces
+def test_a_scenario_is_played_and_judged_and_ends_with_its_report(tours):
+    _, _, run, report = tours
+    code, text = run.wait(150), run.text()
+    assert code == 0, text
+    assert "3 expectations held, 0 broken\n" in text
+    assert "lease default/web-0: ip=10.88.0.200 only=both" in text
+    assert "10.88.0.200" in report.read_text()
+
+
+def test_a_broken_expectation_is_told_with_its_story_and_the_exit_code(playground, tmp_path):
+    path = tmp_path / "wrong.yaml"
+    path.write_text("until: 1s\npods: [{name: web-0}]\nexpect: [{pod: web-0, never: created}, {vms: 7}]\n")
+    run = playground(str(path), "--loopback", "--allowance", "500ms")
+    assert run.wait() == 1
+    assert re.search(r"^BROKEN pod=web-0 never=created: seen at 0\.\d+: ", run.text(), re.MULTILINE)
+    assert re.search(r"^BROKEN vms=7: there are \d", run.text(), re.MULTILINE)
+    assert "1 expectations held, 2 broken\n" in run.text()
+
+
+def test_what_cannot_be_played_is_refused_before_anything_begins(playground, tmp_path):
+    path = tmp_path / "wrong.yaml"
+    path.write_text("pods: [{name: web-0}]\nevents:\n  - {at: 1s, wall_clock: 1h}\n")
+    run = playground(str(path))
+    assert run.wait() == 2
+    why = "wall_clock cannot be live: the clock of this host is not ours to set"
+    assert run.text() == f"vk-cocoon: {path}:3: {why}\n"
+    path.write_text("pods: [{nme: web-0}]\n")
+    run = playground(str(path))
+    assert run.wait() == 2
+    assert run.text() == f"vk-cocoon: {path}:1: unknown key of a pod 'nme'; did you mean 'name'?\n"
 
 
 @needs_namespaces
