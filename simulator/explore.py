@@ -10,6 +10,7 @@ something else is taken away; where it does not, a few other seeds are tried.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import multiprocessing.process
 import os
@@ -173,6 +174,7 @@ def _serve(work: Any, results: Any, document: Document, cut: float | None, prepa
         if prepared:
             prepare(prepared)
         scenario = replace(load(document), cut=cut)
+        gc.freeze()  # what is loaded stays: the collector need not look at it after each run
         while True:
             start, stop = work.recv()
             failure = _run_batch(scenario, range(start, stop))

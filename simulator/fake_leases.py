@@ -37,6 +37,7 @@ __all__ = ["FakeCocoonNet", "Write"]
 
 log = logging.getLogger("simulator.leases")
 
+NETWORK = "10.88.0.0/24"
 SWEEP_S = 60.0
 LEASE_S = 86400
 CONTROL_PREFIX = "/v1/leases/"
@@ -76,7 +77,7 @@ class FakeCocoonNet:
         clock: Clock,
         *,
         rng: random.Random,
-        network: str = "10.88.0.0/24",
+        network: str = NETWORK,
         lease_seconds: int = LEASE_S,
     ) -> None:
         self.zone: tzinfo = UTC

@@ -25,7 +25,7 @@ from simulator.clock import VirtualClock
 from simulator.fake_kube import FakeKube
 from simulator.fake_kube_resources import Target
 from simulator.fake_kube_store import Change
-from simulator.fake_leases import FakeCocoonNet
+from simulator.fake_leases import NETWORK, FakeCocoonNet
 from simulator.fake_vms import FakeHost, Guest, GuestSpec
 from simulator.invariants import ClusterRules, Rulebook
 from simulator.life import Life
@@ -60,6 +60,7 @@ class World(Stage):
         jitter_s: float | None = None,
         degraded: bool = False,
         packets: bool = False,
+        network: str = NETWORK,
         **settings: Any,
     ) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class World(Stage):
         self.timeline.backwards = lambda text: self.rulebook.broken("time goes forward", NODE, text)
         self._directory = tempfile.TemporaryDirectory(prefix="vk-cocoon-sim-")
         lease_path = Path(self._directory.name) / "leases.json"
-        self.leases = FakeCocoonNet(lease_path, self.clock, rng=self.chance.of("leases"))
+        self.leases = FakeCocoonNet(lease_path, self.clock, network=network, rng=self.chance.of("leases"))
         self.leases.on_change = self._lease_changed
         self.leases.start()
         self.host = FakeHost(
