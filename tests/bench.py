@@ -569,9 +569,10 @@ def machine() -> str:
         ),
         platform.machine(),
     )
+    load = f"load average {os.getloadavg()[0]:.1f} before"
     return (
         f"{model}, {len(os.sched_getaffinity(0))} cores usable; Linux {platform.release()}; "
-        f"Python {platform.python_version()}, gevent {version('gevent')}; load average {os.getloadavg()[0]:.1f} before; "
+        f"Python {platform.python_version()}, gevent {version('gevent')}; {load}; "
         f"a random read of 64 MiB takes {random_read_ns():.0f} ns, an empty call {empty_call_ns():.0f} ns"
     )
 
