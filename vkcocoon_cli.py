@@ -160,7 +160,7 @@ def run(check_config: bool, **flags: str | None) -> None:
 
     vkcocoon_logs.configure(settings.log_level, settings.log_format)
     for stranger, meant in Settings.strangers(os.environ).items():
-        logging.getLogger("vkcocoon.settings").warning(strange(stranger, meant))
+        logging.getLogger("vkcocoon_settings").warning(strange(stranger, meant))
     try:
         sys.exit(vkcocoon.main(settings))
     except KubeconfigError as error:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CannotListen", "Check", "HubMonitor", "Metrics", "MetricsServer", "PodSample", "asked"]
 
-log = structlog.get_logger("vkcocoon.http")
+log = structlog.get_logger()
 
 PREFIX = "cocoon_vk"
 PROBE_BUCKETS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.5, 1, 5)

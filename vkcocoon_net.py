@@ -56,7 +56,7 @@ __all__ = [
     "tcp_accepts",
 ]
 
-logger = logging.getLogger("vkcocoon.net")
+logger = logging.getLogger(__name__)
 
 
 class Remaining(Protocol):

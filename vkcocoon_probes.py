@@ -55,7 +55,7 @@ __all__ = [
     "spawn",
 ]
 
-log = logging.getLogger("vkcocoon.probes")
+log = logging.getLogger(__name__)
 
 # Kubernetes names beside the values that play their part.
 TIMEOUT_S = 3.0  # timeoutSeconds: everything one probe does

@@ -21,7 +21,7 @@ from vkcocoon_probes import Clock, spawn
 
 __all__ = ["Systemd"]
 
-log = structlog.get_logger("vkcocoon.systemd")
+log = structlog.get_logger()
 
 # How often the status line is renewed when there is no watchdog that asks for more.
 STATUS_PERIOD = 10.0

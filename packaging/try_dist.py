@@ -257,11 +257,14 @@ def try_life_of_deb(path: Path, work: Path) -> None:
             root.write("/run/vk-cocoon.pid", str(world.daemon.pid), 0o600)
             world.daemon._stopping = True  # it is to end, and that is no failure
             dpkg(root, "--remove", "vk-cocoon")
-            asked = ["disable --quiet --now vk-cocoon.service", "daemon-reload"]
-            check(root.asked_of_systemd() == asked, "a removal stops the unit")
+            asked = [word for word in root.asked_of_systemd() if not word.startswith("is-enabled")]
+            check(asked == ["disable --quiet --now vk-cocoon.service", "daemon-reload"], "a removal stops the unit")
             check(not os.path.exists(f"/proc/{world.daemon.pid}"), "the daemon has ended")
             check(guests(world) == guest, "the guest outlives the package")
             check(not root.has("/usr/bin/vk-cocoon") and root.has("/var/cache/vk-cocoon"), "only the cache is left")
+            dpkg(root, "--install", newer)
+            asked = ["daemon-reload", "enable --quiet vk-cocoon.service", "start --no-block vk-cocoon.service"]
+            check(root.asked_of_systemd() == asked, "installed again, it is enabled and started again")
             dpkg(root, "--purge", "vk-cocoon")
             check(not root.has("/var/cache/vk-cocoon"), "a purge takes the cache, too")
             check(root.has("/etc/cocoon/vk-cocoon.env"), "settings are the administrator's")

@@ -384,7 +384,7 @@ def test_without_the_right_to_raw_sockets_the_process_is_degraded_says_so_once_a
 
 @in_own_network
 def test_with_the_right_the_pinger_is_real_and_nothing_is_said(caplog):
-    caplog.set_level(logging.DEBUG, logger="vkcocoon.net")
+    caplog.set_level(logging.DEBUG, logger="vkcocoon_net")
     before = len(os.listdir("/proc/self/fd"))
     pinger = open_pinger()
     assert isinstance(pinger, IcmpPinger)

@@ -417,7 +417,7 @@ def test_a_symbolic_link_to_the_file_is_followed_wherever_it_points_now(path, le
 
 @pytest.fixture
 def log(caplog):
-    caplog.set_level(logging.INFO, logger="vkcocoon.net")
+    caplog.set_level(logging.INFO, logger="vkcocoon_net")
     return lambda: [(record.levelname, record.getMessage()) for record in caplog.records]
 
 

@@ -157,6 +157,11 @@ class TestCapabilities:
         ended = self.run("ip", "link", "add", "vkc0", "type", "bridge", bounding=bounding)
         assert (ended.returncode, ended.stderr) == (0, "")
 
+    @pytest.mark.skipif(not os.path.exists("/dev/net/tun"), reason="this kernel has no TAP devices")
+    def test_a_command_that_makes_the_tap_of_a_vm_works(self, bounding):
+        ended = self.run("ip", "tuntap", "add", "vkt0", "mode", "tap", bounding=bounding)
+        assert (ended.returncode, ended.stderr) == (0, "")
+
     def test_the_command_has_exactly_the_capabilities_of_the_unit(self, bounding):
         ours = int(re.search(r"CapBnd:\s*(\w+)", Path("/proc/self/status").read_text())[1], 16)
         taken = sum(1 << number for number in (25, 34, 35))  # sys_time, syslog, wake_alarm

@@ -429,7 +429,7 @@ def test_where_the_raw_socket_is_refused_the_pinger_does_nothing_and_says_so_onc
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
     monkeypatch.setattr(vkcocoon_net, "_open_raw_socket", refused)
-    caplog.set_level(logging.INFO, logger="vkcocoon.net")
+    caplog.set_level(logging.INFO, logger="vkcocoon_net")
     pinger = open_pinger()
     assert isinstance(pinger, NopPinger)
     assert pinger.degraded

@@ -225,7 +225,7 @@ def test_an_observer_that_raises_is_logged_and_changes_nothing(caplog):
 
 
 def test_the_log_tells_flips_and_nothing_per_tick(caplog):
-    caplog.set_level(logging.INFO, "vkcocoon.probes")
+    caplog.set_level(logging.INFO, "vkcocoon_probes")
     rig = Rig()
     rig.start(script("FFFSSFSFFFF"))
     rig.clock.run(120)
