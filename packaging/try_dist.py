@@ -212,7 +212,7 @@ def _ready(world: LiveWorld, path: str) -> bool:
 
 
 def until(holds: Any, world: LiveWorld, what: str) -> None:
-    end = CLOCK.monotonic() + 60
+    end = CLOCK.monotonic() + 120
     while not holds():
         check(CLOCK.monotonic() < end, f"{what} never came true\n{world.daemon.log_tail()}")
         CLOCK.sleep(0.05)
