@@ -5,9 +5,10 @@
     make e2e ARGS='--control-plane=real -k drain'
     python -m pytest tests/e2e -k drain              in one process, which starts what it needs
 
-A scenario carries its number in its name (N: nodes, P: pods; docs/kubernetes.md says what each is about) and runs once
-against the real control plane and once against the fake API server; the mark `real` is on those that need more than an
-API server, or rights, or its storage. Without the directory on the command line nothing of this is collected.
+A scenario carries its number in its name (N: nodes, P: pods, H: the kubelet API; docs/kubernetes.md says what each is
+about) and runs once against the real control plane and once against the fake API server; the mark `real` is on those
+that need more than an API server, or rights, or its storage. Without the directory on the command line nothing of this
+is collected.
 """
 
 import functools
@@ -25,7 +26,7 @@ from tests.e2e.fake_plane import FakePlane
 from tests.e2e.host import Host
 
 HERE = Path(__file__).parent
-SCENARIO = re.compile(r"test_([NP]\d+)_(\w+?)(?:\[(.*)\])?$")
+SCENARIO = re.compile(r"test_([HNP]\d+)_(\w+?)(?:\[(.*)\])?$")
 SCENARIO_LIMIT_S = 300
 PODS = "/api/v1/pods"
 

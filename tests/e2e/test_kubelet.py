@@ -20,7 +20,7 @@ def logged(host, plane, pods, namespace):
     return made
 
 
-def test_kubectl_logs_shows_the_vms_log_with_its_options(host, plane, namespace, logged):
+def test_H1_kubectl_logs_shows_the_vms_log_with_its_options(host, plane, namespace, logged):
     whole = plane.kubectl("--namespace", namespace, "logs", "logged").splitlines()
     assert whole
     assert plane.kubectl("--namespace", namespace, "logs", "logged", "--tail=1").splitlines() == whole[-1:]
@@ -28,7 +28,7 @@ def test_kubectl_logs_shows_the_vms_log_with_its_options(host, plane, namespace,
     assert "other" in plane.kubectl("--namespace", namespace, "logs", "logged", "-c", "other", fails=True)
 
 
-def test_kubectl_logs_of_a_follower_ends_with_the_pod(host, plane, namespace, logged, pods):
+def test_H3_kubectl_logs_of_a_follower_ends_with_the_pod(host, plane, namespace, logged, pods):
     words = ["--namespace", namespace, "logs", "logged", "--follow"]
     following = spawn(Group(), "a person at another terminal", plane.kubectl, *words)
     CLOCK.sleep(2)  # until it is connected
@@ -37,13 +37,13 @@ def test_kubectl_logs_of_a_follower_ends_with_the_pod(host, plane, namespace, lo
     assert following.get(timeout=30)
 
 
-def test_exec_attach_and_port_forward_are_refused_in_words(plane, namespace, logged):
+def test_H16_exec_attach_and_port_forward_are_refused_in_words(plane, namespace, logged):
     refused = plane.kubectl("--namespace", namespace, "exec", "logged", "--", "true", fails=True)
     assert "not supported" in refused or "not implemented" in refused.lower()
 
 
 @RIGHTS
-def test_metrics_server_finds_the_vms_in_the_form_it_reads(host, plane, namespace, logged):
+def test_H14_metrics_server_finds_the_vms_in_the_form_it_reads(host, plane, namespace, logged):
     """Asked directly, as metrics-server does: the API server is no way to a loopback address but for logs."""
     scraper = host.kubelet(scraper_token(plane, namespace, "nodes/metrics", "nodes/stats"))
     page = until(lambda: (got := scraper.send("GET", "/metrics/resource")).status == 200 and got, 45, "it is let in")
@@ -57,7 +57,7 @@ def test_metrics_server_finds_the_vms_in_the_form_it_reads(host, plane, namespac
 
 
 @RIGHTS
-def test_the_node_answers_nobody_that_the_cluster_does_not_know_or_does_not_allow(host, plane, namespace):
+def test_H13_the_node_answers_nobody_that_the_cluster_does_not_know_or_does_not_allow(host, plane, namespace):
     assert host.kubelet().send("GET", "/metrics/resource").status == 401
     assert host.kubelet("nonsense").send("GET", "/metrics/resource").status == 401
     stranger = host.kubelet(plane.token("default", "default"))

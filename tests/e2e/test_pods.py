@@ -286,6 +286,19 @@ def test_P24_an_edited_pod_keeps_running_and_its_probe_port_moves(host, plane, p
     assert host.tools.cocoon.count("vm run", "vm-edited") == 1
 
 
+def test_P26_an_environment_from_a_config_map_that_is_not_there_holds_nothing_up(host, namespace, plane, pods):
+    wish = host.pod("configured", namespace=namespace)
+    wish["spec"]["containers"][0]["envFrom"] = [{"configMapRef": {"name": "nowhere"}}, {"secretRef": {"name": "none"}}]
+    pods.first(is_ready, 30, uid=uid_of(create_pod(plane.admin, wish)))
+
+
+def test_P27_an_init_container_holds_nothing_up_and_is_said_to_be_done(host, namespace, plane, pods):
+    wish = host.pod("begun", namespace=namespace)
+    wish["spec"]["initContainers"] = [{"name": "first", "image": "registry.example/placeholder:1"}]
+    ready = pods.first(is_ready, 30, uid=uid_of(create_pod(plane.admin, wish)))
+    assert condition(ready.object, "Initialized")["status"] == "True"
+
+
 def test_P31_a_guest_that_goes_and_comes_back_costs_two_writes(host, plane, pods, ready_pod):
     pod = ready_pod("flapping")
     CLOCK.sleep(1)

@@ -49,7 +49,7 @@ def newest(pods, made):
     return {number: last[uid_of(pod)] for number, pod in made.items() if uid_of(pod) in last}
 
 
-def test_ready_is_seen_within_25_ms_of_the_first_successful_probe(crowded, pods, measured):
+def test_P1_ready_is_seen_within_25_ms_of_the_first_successful_probe(crowded, pods, measured):
     """Best of three rounds: what is measured is the daemon, and a neighbor on the machine may spoil a round."""
     host, crowd = crowded()
     host.start()
@@ -77,7 +77,7 @@ def latencies_of(crowd, pods, numbers):
     return [(seen[number] - crowd.met[number]) * 1000 for number in made]
 
 
-def test_250_adopted_pods_of_which_5_live_are_all_told_within_a_probe_bound_of_the_start(crowded, pods, measured):
+def test_P23_250_adopted_pods_of_which_5_live_are_all_told_within_a_probe_bound_of_the_start(crowded, pods, measured):
     host, crowd = crowded()
     host.start()
     host.wait_until_ready()
@@ -104,7 +104,7 @@ def test_250_adopted_pods_of_which_5_live_are_all_told_within_a_probe_bound_of_t
     judge(max(live, took) < 5 + 3 and beside < live + 3)
 
 
-def test_a_thousand_guests_that_answer_at_once_are_ready_within_10_s(crowded, pods, measured):
+def test_P28_a_thousand_guests_that_answer_at_once_are_ready_within_10_s(crowded, pods, measured):
     """Best of two rounds, for the same reason."""
     host, crowd = crowded()
     host.start()
@@ -127,7 +127,7 @@ def test_a_thousand_guests_that_answer_at_once_are_ready_within_10_s(crowded, po
     judge(min(rounds) < 10)
 
 
-def test_250_ready_pods_at_rest_cost_no_writes(crowded, plane, pods, measured):
+def test_N14_250_ready_pods_at_rest_cost_no_writes(crowded, plane, pods, measured):
     host, crowd = crowded()
     host.start()
     host.wait_until_ready()
@@ -151,7 +151,7 @@ def test_250_ready_pods_at_rest_cost_no_writes(crowded, plane, pods, measured):
 
 
 @pytest.mark.timeout(300 + CHURNED / 2)
-def test_memory_is_flat_over_pods_that_come_and_go(crowded, plane, pods, measured):
+def test_P28_memory_is_flat_over_pods_that_come_and_go(crowded, plane, pods, measured):
     host, crowd = crowded()
     host.start()
     host.wait_until_ready()
