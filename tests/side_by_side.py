@@ -6,7 +6,8 @@ A piece is some tests of one module in a row. Whoever makes the piece's file fir
 with the mark `alone` are left for the end, when one process has the machine for itself.
 
 Not pytest-xdist: its processes talk through threads, which are greenlets once a test has imported the daemon, and a run
-ends with an error inside of it (3.8). Here nobody talks, and forks share what was made before them, a control plane say.
+ends with an error inside of it (3.8). Here nobody talks, and forks share what was made before them, such as a control
+plane.
 
 The first process prints as it goes; what the others said is printed when they are done, and the last line counts all.
 What failed is remembered for `--last-failed`, which runs in one process, as does everything that needs a terminal.
