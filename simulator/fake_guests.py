@@ -49,7 +49,7 @@ from gevent.event import Event
 from gevent.pool import Group, Pool
 from gevent.server import StreamServer
 
-from simulator.fake_vms import GuestSpec
+from simulator.guest_spec import GuestSpec
 from simulator.namespaces import MARK, leave_network
 from simulator.telling import say
 from vkcocoon_probes import Clock, SystemClock, spawn

@@ -120,7 +120,8 @@ class GuestNetwork:
                     return
                 place = self.place
                 answer = {"ip": ip, "prefix": place.network.prefixlen, "gateway": place.gateway, "lease_s": LEASE_S}
-                connection.sendall(json.dumps(answer).encode() + b"\n")
+                with contextlib.suppress(OSError):  # it did not wait, and will ask again
+                    connection.sendall(json.dumps(answer).encode() + b"\n")
 
     @staticmethod
     def _power(connection: gevent.socket.socket, _: object) -> None:

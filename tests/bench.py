@@ -28,6 +28,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 SPREAD_S = 5.0  # starts are spread evenly over one steady pause
+AT_A_TIME = 8  # guests on their way
 WINDOW_S = 10.0  # two steady probes of every pod
 
 Row = dict[str, Any]
@@ -425,6 +426,57 @@ def measure_daemon(*command: str) -> Row:
             world.close()
 
 
+def measure_guests(guests: int) -> Row:
+    """That many live guests, each a process in a network namespace of its own: from nothing to an echo of each."""
+    from simulator import namespaces
+
+    kind = namespaces.available()[0]
+    if not kind:
+        return {"seconds": 0.0, "refused": True}
+    home = namespaces.free_directory()
+    words = [sys.executable, "-m", "tests.bench", "--child", json.dumps(["power_guests_on", [home, guests]])]
+    environ = namespaces.environment(**{namespaces.MARK: f"bench{os.getpid()}"})
+    command = namespaces.watcher_command(kind, home, words)
+    child = subprocess.run(command, cwd=ROOT, env=environ, check=True, stdout=subprocess.PIPE, text=True)
+    return {**json.loads(child.stdout.splitlines()[-1]), "refused": False}
+
+
+def power_guests_on(home: str, guests: int) -> Row:
+    """What `measure_guests` runs in the namespaces."""
+    from gevent import monkey
+
+    monkey.patch_all()
+    from gevent.pool import Pool
+
+    from simulator.fake_executables import LiveHost
+    from simulator.fake_tools import Machine
+    from simulator.live_world import GuestNetwork, Place
+    from vkcocoon_net import PingError, open_pinger
+    from vkcocoon_probes import Deadline, SystemClock, spawn
+
+    clock, place = SystemClock(), Place(Path(home), bridged=True)
+    network, host, pinger, group = GuestNetwork(place, clock), LiveHost(home), open_pinger(), Pool(AT_A_TIME)
+    network.start()
+    begin, spec = clock.monotonic(), json.dumps({"boot_s": 0.0, "lease_s": 0.0})
+
+    def bring_up(number: int) -> None:
+        name, mac = f"vm-{number}", mac_of(number)
+        (Path(home) / "guests" / f"{name}.json").write_text(spec)
+        argv = ("cloud-hypervisor", "--api-socket", f"{home}/run/{name}/api.sock")
+        host.power_on(Machine(name=name, vm_id=name, mac=mac, os="linux", argv=argv))
+        while True:
+            try:
+                pinger.ping(network.cocoon_net.address(mac), Deadline(clock, 1.0))
+                return
+            except PingError:
+                clock.sleep(0.1)
+
+    for number in range(guests):
+        spawn(group, f"guest {number}", bring_up, number)  # waits for its turn
+    group.join()
+    return {"seconds": clock.monotonic() - begin}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Tables, in the parent process
 # ---------------------------------------------------------------------------------------------------------------------
@@ -546,6 +598,18 @@ def startup() -> str:
     return f"{text}\n\n{table(*rows)}\n\n{table(*lives)}{missing}"
 
 
+def guests() -> str:
+    rows = [("guests", "all answer after, s")]
+    for count in (50, 200):
+        row = medians(measure_guests, count, times=1)
+        rows.append((f"{count}", "namespaces are refused" if row["refused"] else f"{row['seconds']:.1f}"))
+    return (
+        "Guests of the playground, each a process in a network namespace of its own, without a boot, eight on their "
+        "way at a time as the daemon makes them: until each has answered an echo. What it takes is the start of as many "
+        "Python processes.\n\n" + table(*rows)
+    )
+
+
 BENCHES = {
     "lateness": lateness,
     "creates": creates,
@@ -554,6 +618,7 @@ BENCHES = {
     "virtual": virtual,
     "runs": runs,
     "startup": startup,
+    "guests": guests,
 }
 
 
