@@ -605,8 +605,8 @@ def guests() -> str:
         rows.append((f"{count}", "namespaces are refused" if row["refused"] else f"{row['seconds']:.1f}"))
     return (
         "Guests of the playground, each a process in a network namespace of its own, without a boot, eight on their "
-        "way at a time as the daemon makes them: until each has answered an echo. What it takes is the start of as many "
-        "Python processes.\n\n" + table(*rows)
+        "way at a time as the daemon makes them: until each has answered an echo. What it takes is the start of as "
+        "many Python processes.\n\n" + table(*rows)
     )
 
 

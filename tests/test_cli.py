@@ -361,6 +361,8 @@ vkcocoon_cli.main(["run", "--help"])
 @pytest.fixture
 def logs():
     """Configures logging to a text buffer, and puts back what was there."""
+    # Whoever else configured logging in this process took the warnings before pytest took them for this test.
+    logging.captureWarnings(False)
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level
     buffers = []
