@@ -38,6 +38,8 @@ __all__ = ["CHANGES", "Life"]
 HOST = Host(cpus=64, memory=256 * 2**30, storage=4 * 2**40, storage_available=3 * 2**40, address="192.0.2.10")
 # The commands that change a VM, or make or remove one; the others only ask.
 CHANGES = ("vm run", "vm clone", "vm start", "vm stop", "vm rm", "vm net", "snapshot save")
+# Those that go on without the daemon that began them.
+OUTLIVING = (*CHANGES, "snapshot rm", "image pull", "vm reconcile-stale-create")
 
 
 class Life:
@@ -162,13 +164,14 @@ class _Command:
         self.verb = " ".join(argv[1:3])
         self.vm = life.world.vm_name(_subject(argv))
         self.changes = self.verb in CHANGES
+        self.outlives = self.verb in OUTLIVING
 
     def run(self, call: Callable[[], Completed]) -> Completed:
         greenlet = self._clock.spawn(f"{self.tool} {self.verb} {self.vm}", self._perform, call)
         try:
             self._clock.wait(self._done, None)
         except BaseException:
-            if not self.changes:
+            if not self.outlives:
                 greenlet.kill(block=False)
             raise
         self._life.check()

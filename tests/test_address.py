@@ -215,3 +215,21 @@ def test_a_deleted_event_alone_proves_nothing(ready):
     ready.run(60)
     assert ready.ready("web-0")
     assert len(ready.flips("web-0")) == 2
+
+
+@pytest.mark.parametrize(("system", "bound"), [("linux", 1.25), ("macos", 4.0)])
+def test_what_the_last_probe_said_of_a_lease_that_came_since_stands_for_one_probe_only(world, system, bound):
+    """P1 and S4.5: what is published of the probe is what a probe has said, and the address is as it is now."""
+    world.create_pod("neighbor", guest=FAST)  # so that there is a lease file
+    world.run(2)
+    guest = GuestSpec(os=system, boot_s=3.0, lease_s=0.0, echo=False, ssh_after_s=30.0)
+    world.create_pod("web-0", os=system, guest=guest)
+    shown = []
+    for _ in range(400):
+        world.run(0.05)
+        if status(world, "web-0").get("podIP"):
+            shown.append(reason(world, "web-0", "cocoonstack.io/ProbeReady"))
+    stale = [word for word in shown if word == "WaitingForLease"]
+    assert len(stale) * 0.05 <= bound
+    assert shown[len(stale) :] == [{"linux": "PingTimeout", "macos": "NoSSHBanner"}[system]] * (len(shown) - len(stale))
+    assert len(shown) > 300
