@@ -468,7 +468,7 @@ class Killer:
         self.steps.append(text)
 
 
-SLOW = ("vm clone", "vm run", "vm start", "vm rm", "snapshot save", "image pull")
+SLOW = ("vm clone", "vm run", "vm start", "vm rm", "snapshot save", "snapshot rm", "image pull")
 
 
 def told(story, at, beside):

@@ -214,6 +214,21 @@ def test_a_fork_is_never_of_an_earlier_vm_of_that_name(main):
     assert (trait(main, "web-0"), trait(main, "web-1")) == (3 * 2**30, 5 * 2**30)
 
 
+def test_a_fork_of_a_vm_that_is_no_pods_is_of_the_one_there_is_now(world):
+    """Nobody tells us when somebody else's VM is made anew."""
+    for number, memory in enumerate((3 * 2**30, 5 * 2**30)):
+        world.host.specs["theirs"] = FAST
+        world.host.cocoon.execute(["cocoon", "vm", "clone", "--name", "theirs", "devbox-base:7"], 30.0)
+        world.run(1)
+        record = world.host.cocoon.record("theirs")
+        world.host.cocoon.set_record("theirs", config={**record["config"], "memory": memory})
+        world.create_pod(f"web-{number}", guest=FAST, annotations={FORK: "theirs"})
+        world.run(5)
+        assert trait(world, f"web-{number}") == memory
+        world.host.cocoon.execute(["cocoon", "vm", "rm", "--force", "theirs"], 30.0)
+        world.run(1)
+
+
 def test_a_fork_of_an_earlier_life_of_the_daemon_is_not_trusted(main):
     main.create_pod("web-0", guest=FAST, annotations={FORK: "vk-default-main"})
     main.run(5)
