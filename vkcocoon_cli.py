@@ -186,7 +186,9 @@ for _command in (command for commands in INSPECTIONS.values() for command in com
 
 
 @cli.command()
-@click.argument("scenario")
+@click.argument("scenario", required=False)
+@click.option("--from-log", metavar="PATH", help="Make the scenario from the event log of a host or a simulation.")
+@click.option("--write", metavar="FILE", help="Where to write the scenario made from a log; - is stdout.")
 @click.option("--seed", type=click.IntRange(min=0), help="Draw the order of simultaneous things from this number.")
 @click.option("--until", type=DURATION, metavar="TIME", help="Stop at this instant of virtual time, such as 6m20s.")
 @click.option("--events", metavar="FILE", help="Write the event log there, one JSON object a line; - is stdout.")
@@ -199,11 +201,13 @@ for _command in (command for commands in INSPECTIONS.values() for command in com
 )
 @click.option("--smallest", metavar="FILE", help="Where to write the smallest scenario that fails.")
 @click.option("--prepare", metavar="MODULE:FUNCTION", default="", help="Call this first, to put a bug back.")
-def simulate(scenario: str, **options: Any) -> None:
+def simulate(scenario: str | None, **options: Any) -> None:
     """Run a scenario on simulated VMs in virtual time.
 
     SCENARIO is a YAML file, or the name of one that is shipped. Exits with 1 when one of its expectations or an
-    invariant is broken.
+    invariant is broken. With --from-log it is made from what a daemon wrote under run --record (a file, or the whole
+    directory), written to PATH.replay.yaml unless --write says otherwise, and run; exits with 1 when it does not show
+    the flips of the log.
 
     \b
     Examples:
@@ -212,8 +216,11 @@ def simulate(scenario: str, **options: Any) -> None:
       vk-cocoon simulate my-race.yaml --runs 2000
       vk-cocoon simulate three-guests --report run.html
       vk-cocoon simulate three-guests --events - | jq .
+      vk-cocoon simulate --from-log /var/lib/vk-cocoon/record --write incident.yaml
     """
-    path = _scenario_file(scenario)
+    if (scenario is None) is (options["from_log"] is None):
+        raise click.UsageError("say either SCENARIO or --from-log PATH")
+    path = None if scenario is None else _scenario_file(scenario)
     import vkcocoon  # noqa: F401  first, see above
     import vkcocoon_logs
     from simulator import simulate as simulation

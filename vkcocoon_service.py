@@ -27,6 +27,7 @@ from vkcocoon_kubelet import Kubelet
 from vkcocoon_net import open_pinger
 from vkcocoon_overview import Overview
 from vkcocoon_probes import Clock, SystemClock, deaths
+from vkcocoon_recorder import Recorder
 from vkcocoon_server import CannotListen
 from vkcocoon_settings import Settings
 from vkcocoon_signals import Signals
@@ -61,6 +62,9 @@ def serve(settings: Settings) -> int:
     settings = replace(settings, node_ip=settings.node_ip or node_address())
     ports = real_ports(settings)
     kube = ports.kube
+    recorder = Recorder(settings, ports.clock, version=__version__) if settings.record else None
+    if recorder is not None:
+        ports = recorder.observe(ports)
     daemon = Daemon(settings, ports, lease_api=kube.separate() if isinstance(kube, HttpKubeApi) else None)
     monitor = HubMonitor(ports.clock, ports.metrics)
     checks = daemon.checks(monitor)
@@ -95,6 +99,9 @@ def serve(settings: Settings) -> int:
             opened.callback(room.close)
         _open_windows(settings, daemon.overview(checks), ports.clock, opened)
         systemd.start()
+        if recorder is not None:
+            opened.callback(recorder.close)
+            recorder.start(daemon.provider, daemon.pods.notify)
         daemon.start()
         asked.wait()
         log.info("stopping")

@@ -452,6 +452,21 @@ class Settings:
         "Where the status page is served; whoever can reach it can read it.",
         group=SERVICE,
     )
+    record: str = _setting(
+        "VK_RECORD",
+        PATH,
+        "",
+        "Directory for the event log, from which vk-cocoon simulate --from-log makes a scenario.",
+        group=SERVICE,
+        absent="nothing is recorded",
+    )
+    record_size: str = _setting(
+        "VK_RECORD_SIZE",
+        BYTES,
+        "64Mi",
+        "How much of the event log is kept; the oldest goes first.",
+        group=SERVICE,
+    )
     log_level: str = _setting(
         "VK_LOG_LEVEL", LEVEL, "info", "The least important messages that are logged.", group=SERVICE
     )

@@ -243,12 +243,16 @@ class _CommandLine:
     def __init__(self, binary: str, execute: Execute | None, max_processes: int, clock: Clock | None) -> None:
         self._binary = binary
         self._clock = clock or SystemClock()
-        self._run_question = execute or CommandRunner(self._clock)
-        self._run_change = execute or CommandRunner(self._clock, outlives=True)
+        self._run_question: Execute = execute or CommandRunner(self._clock)
+        self._run_change: Execute = execute or CommandRunner(self._clock, outlives=True)
         self._places = BoundedSemaphore(max(1, max_processes))
         self._places_for_changes = BoundedSemaphore(max(1, max_processes - 2))
         self._jobs = Group()
         self._pulls: dict[tuple[str, ...], _Job[None]] = {}
+
+    def observe(self, around: Callable[[Execute], Execute]) -> None:
+        """From now on every command goes through what ``around`` makes of its runner."""
+        self._run_question, self._run_change = around(self._run_question), around(self._run_change)
 
     def _ask(self, *arguments: str) -> Completed:
         """Runs a command that only asks. Raises CommandError or what MISSING says."""
@@ -360,6 +364,7 @@ class CocoonCLI(_CommandLine):
     ) -> None:
         super().__init__(binary, execute, max_processes, clock)
         commands = CommandStream(self._clock)
+        self.on_event: Callable[[VMEvent], None] = lambda event: None  # told of each; must not switch greenlets
         self._stream = stream or commands
         self._output = output or commands.output
 
@@ -466,6 +471,7 @@ class CocoonCLI(_CommandLine):
         ends; torn, overlong and nameless lines are skipped. Raises CommandError when it cannot start or fails."""
         for line in self._stream(self._argv(("vm", "status", "--event", "--format", "json"))):
             if event := _parse_event(line):
+                self.on_event(event)
                 yield event
 
     def nics(self, ref: str, number: int) -> None:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from simulator.document import Kind, Parameter, unknown
 from simulator.observations import SIGHT, Observation, observation
-from simulator.timeline import Entry
 from simulator.values import COUNT, FLAG, POD, TEXT, TIME, seconds_of, split, time_text
+from vkcocoon_record import Entry
 
 if TYPE_CHECKING:
     from simulator.stage import Stage

@@ -81,7 +81,10 @@ P_TIMES = Parameter("times", COUNT, "how many times; without it, for as long as 
 
 
 def _delete(world: World, pod: str, grace: float | None) -> None:
-    world.delete_pod(**split(pod), grace_seconds=None if grace is None else round(grace))
+    try:
+        world.delete_pod(**split(pod), grace_seconds=None if grace is None else round(grace))
+    except ApiError as error:
+        raise LookupError(f"pod {pod}: {error.message}") from error
 
 
 def _recreate(world: World, pod: str) -> None:

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulator.timeline import Entry
 from simulator.values import time_text
+from vkcocoon_record import Entry
 
 __all__ = ["Lane", "Mark", "Picture", "Section", "Span", "Verdict", "text"]
 

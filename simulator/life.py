@@ -11,7 +11,7 @@ The doors also keep the log of what the daemon does: its commands with begin and
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import gevent
@@ -25,10 +25,11 @@ from vkcocoon_commands import Completed, Execute
 from vkcocoon_daemon import Daemon
 from vkcocoon_guests import Pinger
 from vkcocoon_host import Host
-from vkcocoon_kube import ApiError, KubeApi, Object, PatchKind
+from vkcocoon_kube import KubeApi
 from vkcocoon_net import NopPinger
 from vkcocoon_probes import ProbeAgent, ProbeResult
-from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
+from vkcocoon_record import RecordedApi, command_fields, subject_of
+from vkcocoon_vms import CocoonCLI, CocoonMacosCLI, VMEvent
 
 if TYPE_CHECKING:
     from simulator.world import World
@@ -94,15 +95,17 @@ class Life:
 
     def _ports(self) -> Ports:
         world, host = self.world, self.world.host
+        runtime = CocoonCLI(
+            "cocoon",
+            execute=self._commands(host.cocoon, host.cocoon.execute),
+            stream=host.stream,
+            output=host.output,
+            clock=world.clock,
+        )
+        runtime.on_event = self._told
         return Ports(
             clock=world.clock,
-            runtime=CocoonCLI(
-                "cocoon",
-                execute=self._commands(host.cocoon, host.cocoon.execute),
-                stream=host.stream,
-                output=host.output,
-                clock=world.clock,
-            ),
+            runtime=runtime,
             macos=CocoonMacosCLI(
                 "cocoon-macos",
                 execute=self._commands(host.macos, host.macos.execute),
@@ -110,7 +113,7 @@ class Life:
                 vnc_password=world.settings.macos_vnc_password,
                 clock=world.clock,
             ),
-            kube=ApiDoor(world.kube, self, world.record),
+            kube=RecordedApi(ApiDoor(world.kube, self), world.record, lambda: world.clock.now_us),
             pinger=self._pinger(),
             tcp_accepts=host.tcp_accepts,
             ssh_banner=host.ssh_banner,
@@ -127,10 +130,14 @@ class Life:
         self.check()
         self.world.leases.release(mac, socket_path)
 
+    def _told(self, event: VMEvent) -> None:
+        self.world.record("vm", event.kind, self.world.pod_of(event.vm.name), {"state": event.vm.state})
+
     def _probed(self, agent: ProbeAgent, result: ProbeResult, lateness_s: float, took_s: float) -> None:
         if self._witness is not None:
             self._witness.probed(agent, result, lateness_s, took_s)
-        fields = {"reason": str(result.reason), "took_us": round(took_s * 1_000_000)}
+        message = result.message.replace(self.world.directory, "")  # which has another name in every run
+        fields = {"reason": str(result.reason), "message": message, "took_us": round(took_s * 1_000_000)}
         self.world.record("probe", "ok" if result.ready else "fails", agent.key, fields)
 
     def _commands(self, tool: Tool, execute: Execute) -> Execute:
@@ -162,7 +169,7 @@ class _Command:
         self._outcome: Completed | BaseException | None = None
         self.tool = tool.PROGRAM
         self.verb = " ".join(argv[1:3])
-        self.vm = life.world.vm_name(_subject(argv))
+        self.vm = life.world.vm_name(subject_of(argv))
         self.changes = self.verb in CHANGES
         self.outlives = self.verb in OUTLIVING
 
@@ -183,15 +190,14 @@ class _Command:
     def _perform(self, call: Callable[[], Completed]) -> None:
         self._life.begins(self)
         self._note("begins", {})
-        began_us, ending = self._clock.now_us, "killed"
+        began_us = self._clock.now_us
         try:
             self._outcome = call()
-            ending = str(self._outcome.returncode)
         except Exception as error:  # noqa: BLE001  it belongs to the caller
-            self._outcome, ending = error, "failed"
+            self._outcome = error
         finally:
             self._life.ended(self)
-            self._note("ends", {"exit": ending, "took_us": self._clock.now_us - began_us})
+            self._note("ends", command_fields(self._outcome, self._clock.now_us - began_us))
             self._done.set()
 
     def _note(self, kind: str, fields: dict[str, Any]) -> None:
@@ -200,76 +206,12 @@ class _Command:
 
 
 class ApiDoor:
-    """The API as one life reaches it: a `vkcocoon_kube.KubeApi`."""
+    """The API as one life reaches it: a `vkcocoon_kube.KubeApi` that a dead daemon finds shut."""
 
-    def __init__(self, kube: KubeApi, life: Life, record: Callable[[str, str, str, dict[str, Any]], None]) -> None:
+    def __init__(self, kube: KubeApi, life: Life) -> None:
         self._kube = kube
         self._life = life
-        self._record = record
 
-    def get(self, path: str) -> Object:
+    def __getattr__(self, name: str) -> Any:
         self._life.check()
-        return self._kube.get(path)
-
-    def list(
-        self,
-        path: str,
-        *,
-        field_selector: str = "",
-        label_selector: str = "",
-        limit: int = 0,
-        continue_: str = "",
-        resource_version: str = "",
-    ) -> Object:
-        self._life.check()
-        return self._kube.list(
-            path,
-            field_selector=field_selector,
-            label_selector=label_selector,
-            limit=limit,
-            continue_=continue_,
-            resource_version=resource_version,
-        )
-
-    def watch(
-        self, path: str, *, resource_version: str, field_selector: str = "", timeout: float = 300.0
-    ) -> Iterator[Object]:
-        self._life.check()
-        return self._kube.watch(path, resource_version=resource_version, field_selector=field_selector, timeout=timeout)
-
-    def create(self, path: str, body: Object) -> Object:
-        self._life.check()
-        return self._kube.create(path, body)
-
-    def patch(self, path: str, body: Any, *, kind: PatchKind) -> Object:
-        part = "status" if path.endswith("/status") else "annotations"
-        return self._written(path, part, lambda: self._kube.patch(path, body, kind=kind))
-
-    def replace(self, path: str, body: Object) -> Object:
-        return self._written(path, "replace", lambda: self._kube.replace(path, body))
-
-    def delete(self, path: str, *, uid: str = "", grace_seconds: int | None = None) -> Object:
-        return self._written(path, "delete", lambda: self._kube.delete(path, uid=uid, grace_seconds=grace_seconds))
-
-    def _written(self, path: str, part: str, write: Callable[[], Object]) -> Object:
-        """A write; one about a pod is in the log, with what became of it."""
-        self._life.check()
-        words = path.split("/")
-        fields: dict[str, Any] = {}
-        try:
-            return write()
-        except ApiError as error:
-            fields = {"refused": f"{error.status} {error.reason}"}
-            raise
-        finally:
-            if words[5:6] == ["pods"]:
-                self._record("push", part, f"{words[4]}/{words[6]}", fields)
-
-
-def _subject(argv: Sequence[str]) -> str:
-    """The VM, snapshot or image a command is about: the name it gives, else its last operand."""
-    if "--name" in argv[:-1]:
-        return argv[argv.index("--name") + 1]
-    if "--" in argv:  # what follows is for the guest
-        return argv[argv.index("--") - 1]
-    return "" if argv[2:3] in (["list"], ["status"]) else argv[-1]
+        return getattr(self._kube, name)

@@ -33,9 +33,9 @@ from simulator.live_stage import LiveStage
 from simulator.live_world import NODE_NAME, LiveWorld, Place
 from simulator.scenario import Performance, Scenario, ScenarioError, load
 from simulator.table import Display, open_display
-from simulator.timeline import Entry
 from vkcocoon_kube import Object
 from vkcocoon_probes import spawn
+from vkcocoon_record import Entry
 
 __all__ = ["main"]
 

@@ -35,10 +35,10 @@ from simulator.live_clock import LiveClock
 from simulator.stage import Stage
 from simulator.telling import LONGEST, SOCKET
 from simulator.timeline import Timeline
-from simulator.world import pod_changes
 from vkcocoon_kube import ApiError, Object
 from vkcocoon_net import normalize_mac
 from vkcocoon_probes import spawn
+from vkcocoon_record import pod_changes
 from vkcocoon_window import NoAnswer, ask
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from simulator.document import Kind, unknown
-from simulator.timeline import Entry
+from vkcocoon_record import Entry
 
 __all__ = ["SIGHT", "SIGHTS", "Observation", "Sight", "observation"]
 

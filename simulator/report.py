@@ -11,8 +11,9 @@ from collections.abc import Iterable, Iterator
 from html import escape
 
 from simulator.lanes import Lane, Mark, Picture, Section, Span, Verdict, nice_step
-from simulator.timeline import Entry, Timeline
+from simulator.timeline import Timeline
 from simulator.values import time_text
+from vkcocoon_record import Entry
 
 __all__ = ["page"]
 

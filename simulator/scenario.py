@@ -33,9 +33,10 @@ from simulator.fake_vms import GuestSpec
 from simulator.happenings import HAPPENINGS, Happening
 from simulator.observations import SIGHT, Observation
 from simulator.stage import Stage
-from simulator.timeline import Entry, Timeline
+from simulator.timeline import Timeline
 from simulator.values import COUNT, FLAG, MAP, NUMBER, POD, PORTS, SHARE, TEXT, TIME, Drawn, drawn, split, word
 from simulator.world import World
+from vkcocoon_record import Entry
 from vkcocoon_settings import SETTINGS, SettingError
 
 __all__ = [
@@ -113,6 +114,7 @@ WHEN_SEEN = (
     Parameter("sees", SIGHT, "what is seen", needed=True),
     Parameter("pod", POD, "about which pod; about any if not given"),
     Parameter("nth", COUNT, "which time counts", default=1),
+    Parameter("since", TEXT, "count only from the event with this id on"),
     Parameter("later", drawn(TIME), "how much later it happens"),
 )
 
@@ -124,11 +126,12 @@ SETTING_ROWS = {row.name: row for row in SETTINGS}
 
 @dataclass(frozen=True, slots=True)
 class Trigger:
-    """The moment something is seen for the nth time, or a little later."""
+    """The moment something is seen for the nth time since an event (None: since the start), or a little later."""
 
     sight: Observation
     pod: str | None
     nth: int
+    since: str | None
     later: Drawn
 
 
@@ -291,6 +294,8 @@ class Performance:
             event, seen = waiting
             trigger = event.trigger
             if trigger is None or not trigger.sight.sees(entry, trigger.pod):
+                continue
+            if trigger.since is not None and trigger.since not in self._happened:
                 continue
             seen[0] += 1
             if seen[0] == trigger.nth:
@@ -483,7 +488,10 @@ class _Reader:
         given = self._document.mapping(row["when"], "when", at=row)
         values = self._document.read(given, WHEN_SEEN, "when", row)
         self._check_pod(row, values["pod"])
-        return Trigger(values["sees"], values["pod"], values["nth"], values["later"] or Drawn(((1.0, 0.0, None),)))
+        if values["since"] is not None and values["since"] not in self._ids:
+            raise self._document.wrong(row, f"since: {unknown('id of an earlier event', values['since'], self._ids)}")
+        later = values["later"] or Drawn(((1.0, 0.0, None),))
+        return Trigger(values["sees"], values["pod"], values["nth"], values["since"], later)
 
     def _expectation(self, row: Any) -> Expectation:
         document = self._document

@@ -9,12 +9,13 @@ from __future__ import annotations
 import shutil
 import sys
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import click
 
-from simulator import explore, lanes, report
+from simulator import explore, lanes, replay, report
 from simulator.scenario import Scenario, ScenarioError, load
 from simulator.timeline import Timeline
 
@@ -32,12 +33,14 @@ COLORS = {"met": "green", "broken": "red"}
 class Options:
     """What the command line asks for besides the scenario.
 
-    ``events`` and ``report``: where to write the event log (- is stdout) and the page; ``timeline``: lanes in
-    characters instead of a list. ``runs`` and ``jobs``: explore that many seeds in so many
-    processes. ``smallest``: where to write the smallest scenario that fails. ``prepare``: ``module:function`` to be
-    called first, in every process.
+    ``from_log``: the event log to make the scenario from, ``write``: where to write that (- is stdout). ``events`` and
+    ``report``: where to write the event log (- is stdout) and the page; ``timeline``: lanes in characters instead of a
+    list. ``runs`` and ``jobs``: explore that many seeds in so many processes. ``smallest``: where to write the smallest
+    scenario that fails. ``prepare``: ``module:function`` to be called first, in every process.
     """
 
+    from_log: str | None = None
+    write: str | None = None
     seed: int | None = None
     until: float | None = None
     events: str | None = None
@@ -50,12 +53,17 @@ class Options:
     prepare: str = ""
 
 
-def main(scenario: str, **given: Any) -> int:
-    """Run a scenario file, or many seeds of it, and return the exit code; the keywords are those of `Options`."""
-    options = Options(**given)
+def main(scenario: str | None, **given: Any) -> int:
+    """Run a scenario file, or many seeds of it, and return the exit code; the keywords are those of `Options`.
+
+    Without a scenario there is a log to make one from.
+    """
+    options, made = Options(**given), None
     try:
-        plan = load(scenario)
-    except ScenarioError as error:
+        if scenario is None:
+            scenario, made = _from_log(options)
+        plan = load(made.document) if made is not None and scenario == "-" else load(scenario)
+    except (ScenarioError, replay.LogError) as error:
         click.echo(f"vk-cocoon: {error}", err=True)
         return 2
     if options.until is not None:
@@ -64,14 +72,45 @@ def main(scenario: str, **given: Any) -> int:
         return _explore(scenario, plan, options)
     if options.prepare:
         explore.prepare(options.prepare)
-    return _run(scenario, plan, options)
+    return _run(scenario, plan, options, made)
 
 
-def _run(scenario: str, plan: Scenario, options: Options) -> int:
+def _from_log(options: Options) -> tuple[str, replay.Replay]:
+    """The scenario made from a log, and where it was written."""
+    log = Path(options.from_log or "")
+    made = replay.replay_of(replay.read(log), name=f"replay of {log.name}")
+    flips = len(made.flips)
+    text = explore.written(made.document, f"Made from {log}, which has {flips} {'flip' if flips == 1 else 'flips'}.")
+    path = options.write or f"{log.name.removesuffix('.jsonl')}.replay.yaml"
+    if path == "-":
+        click.echo(text, nl=False)
+    else:
+        _write(path, text)
+        click.echo(f"scenario:   {path}", err=options.events == "-")
+    return path, made
+
+
+def _answers(made: replay.Replay, timeline: Timeline, *, err: bool) -> bool:
+    """The flips of a log beside those of its replay; are they the same, pod by pod?"""
+    seen, same, late_us = made.seen(timeline), True, 0
+    for pod in dict.fromkeys(key for _, key, _ in (*made.flips, *seen)):
+        logged, shown = ([flip for flip in flips if flip[1] == pod] for flips in (made.flips, seen))
+        for ours, theirs in zip_longest(logged, shown):
+            fits = ours is not None and theirs is not None and ours[2] is theirs[2]
+            same = same and fits
+            late_us = max(late_us, abs(ours[0] - theirs[0]) if fits else 0)
+            told = [f"{flip[0] / 1e6:12.6f} {flip[2]!s:<5}" if flip else f"{'-':>12}      " for flip in (ours, theirs)]
+            click.echo(f"flip        {pod:<24} log {told[0]}  replay {told[1]}{'' if fits else '  DIFFERS'}", err=err)
+    verdict = f"the same flips, at most {late_us / 1e6:g} s apart" if same else "not the flips of the log"
+    click.echo(f"replay:     {verdict}", err=err)
+    return same
+
+
+def _run(scenario: str, plan: Scenario, options: Options, made: replay.Replay | None = None) -> int:
     seed = plan.seed if options.seed is None else options.seed
     timeline = plan.run(seed)
-    aside = options.events == "-"
-    if aside:
+    aside = "-" in (options.events, scenario)
+    if options.events == "-":
         click.echo("\n".join(entry.line() for entry in timeline))
     elif options.events:
         _write(options.events, "".join(entry.line() + "\n" for entry in timeline))
@@ -91,7 +130,8 @@ def _run(scenario: str, plan: Scenario, options: Options) -> int:
         if difference:
             click.echo(difference, err=True)
             return 1
-    if timeline.of(actor="expect", kind="broken"):
+    answered = made is None or options.until is not None or _answers(made, timeline, err=aside)
+    if timeline.of(actor="expect", kind="broken") or not answered:
         click.echo(f"reproduce:  {command}", err=aside)
         return 1
     return 0
@@ -152,6 +192,7 @@ def again(scenario: str, seed: int | None, options: Options) -> str:
     """The command line that shows the same once more."""
     shipped = Path(scenario).resolve().parent == Path(__file__).parent / "scenarios"
     words = ["vk-cocoon simulate", Path(scenario).stem if shipped else scenario]
+    words = [f"vk-cocoon simulate --from-log {options.from_log}"] if scenario == "-" else words
     words += [f"--seed {seed}"] if seed is not None else []
     words += [f"--until {options.until:g}s"] if options.until is not None else []
     words += [f"--prepare {options.prepare}"] if options.prepare else []

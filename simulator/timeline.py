@@ -1,50 +1,22 @@
 """What happened in a run, in order, with the instant of each: the event log and its digest.
 
-An entry is a line of JSON: microseconds since the start, who, what, about which object, and a few fields. Two runs of
-one seed write the same lines, so the digest of the lines is the fingerprint of the run; where two runs differ, the
-first line that differs says where. Everything a fake records ends here, and so does every probe and every write that
-Kubernetes accepted.
+An entry is a line of JSON (vkcocoon_record). Two runs of one seed write the same lines, so the digest of the lines is
+the fingerprint of the run; where two runs differ, the first line that differs says where. Everything a fake records
+ends here, and so does every probe and every write that Kubernetes accepted.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from simulator.clock import VirtualClock
 from simulator.live_clock import LiveClock
+from vkcocoon_record import Entry
 
-__all__ = ["Entry", "Timeline"]
-
-
-class Entry(NamedTuple):
-    """One event. ``at_us`` are microseconds since the start of the run."""
-
-    at_us: int
-    actor: str
-    kind: str
-    key: str
-    fields: tuple[tuple[str, Any], ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return self.at_us / 1_000_000
-
-    def line(self) -> str:
-        """The JSON line of this entry; its bytes are what the digest is made of."""
-        head = {"us": self.at_us, "actor": self.actor, "kind": self.kind, "key": self.key}
-        if clash := head.keys() & dict(self.fields).keys():
-            raise ValueError(f"a field must not be called {', '.join(sorted(clash))}")
-        return json.dumps(head | dict(self.fields), sort_keys=False, ensure_ascii=False, default=str)
-
-    def text(self) -> str:
-        """For people: ``   3.078125  kube     ready        default/web-0  True``."""
-        shown = [(name, value) for name, value in self.fields if name != "was" and value not in ("", None)]
-        fields = " ".join(str(value) if name == "what" else f"{name}={value}" for name, value in shown)
-        return f"{self.seconds:12.6f}  {self.actor:<8} {self.kind:<14} {self.key:<24} {fields}".rstrip()
+__all__ = ["Timeline"]
 
 
 NOTHING: Mapping[str, Any] = MappingProxyType({})

@@ -14,7 +14,7 @@ it is about one: `record(actor, kind, pod, fields)`. The rules of simulator.inva
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -32,10 +32,10 @@ from simulator.life import Life
 from simulator.stage import NODE, Stage, example_pod
 from simulator.timeline import Timeline
 from vkcocoon_daemon import Daemon
-from vkcocoon_kube import Object
 from vkcocoon_net import normalize_mac
+from vkcocoon_record import pod_changes
 from vkcocoon_settings import Settings
-from vkcocoon_status import ANNOTATION_VM_NAME, LIFECYCLE_READY, PROBE_READY, condition_of
+from vkcocoon_status import ANNOTATION_VM_NAME
 
 __all__ = ["World", "example_pod"]
 
@@ -74,7 +74,8 @@ class World(Stage):
         self.rulebook = Rulebook(self._broken)
         self.timeline.backwards = lambda text: self.rulebook.broken("time goes forward", NODE, text)
         self._directory = tempfile.TemporaryDirectory(prefix="vk-cocoon-sim-")
-        lease_path = Path(self._directory.name) / "leases.json"
+        self.directory = self._directory.name
+        lease_path = Path(self.directory) / "leases.json"
         self.leases = FakeCocoonNet(lease_path, self.clock, network=network, rng=self.chance.of("leases"))
         self.leases.on_change = self._lease_changed
         self.leases.start()
@@ -92,6 +93,7 @@ class World(Stage):
         self._starts = 0
         self._pods: dict[str, str] = {}  # VM name -> namespace/name of the pod it is for
         self._macs: dict[str, str] = {}  # MAC -> VM name
+        self._vm_names: dict[str, str] = {}  # id -> name, of those that were asked about
 
     def __enter__(self) -> World:
         self.start()
@@ -164,9 +166,13 @@ class World(Stage):
     # --- what is written down -------------------------------------------------------------------------------------
 
     def vm_name(self, ref: str) -> str:
-        """The name of the VM with that id; anything else is given back as it is."""
-        record = self.host.storage.read("cocoon/vms.json") or {}
-        return str(record[ref]["config"]["name"]) if ref in record else ref
+        """The name of the VM with that id, also of one that is gone; anything else is given back as it is."""
+        if ref not in self._vm_names:
+            record = self.host.storage.read("cocoon/vms.json") or {}
+            if ref not in record:
+                return ref
+            self._vm_names[ref] = str(record[ref]["config"]["name"])
+        return self._vm_names[ref]
 
     def pod_of(self, vm_name: str) -> str:
         """namespace/name of the pod that the VM is for; a VM of no pod is itself."""
@@ -200,7 +206,7 @@ class World(Stage):
         elif target.resource.plural == "events" and change.new is not None:
             about = change.new["involvedObject"]
             key = f"{about.get('namespace') or target.namespace}/{about['name']}"
-            message = str(change.new.get("message", "")).replace(self._directory.name, "")
+            message = str(change.new.get("message", "")).replace(self.directory, "")
             fields = {"message": message, "count": change.new.get("count", 1)}
             self.record("event", str(change.new["reason"]), key, fields)
 
@@ -211,36 +217,3 @@ class World(Stage):
             self._pods[(new["metadata"].get("annotations") or {}).get(ANNOTATION_VM_NAME, "")] = key
         for kind, fields in pod_changes(change.old, new):
             self.record("kube", kind, key, fields)
-
-
-def pod_changes(old: Object | None, new: Object | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What changed between two states of a pod as Kubernetes holds it, as kinds of entries with their fields."""
-    if new is None:
-        yield "deleted", {}
-        return
-    if old is None:
-        yield "created", {}
-    before = _facets(old or {})
-    for kind, value in _facets(new).items():
-        if value != (was := before.get(kind, "")):
-            yield kind, {kind: value, "was": was, "reason": _reason(new)}
-
-
-def _facets(pod: Object) -> dict[str, str]:
-    """The parts of a pod whose changes are events."""
-    status, metadata = pod.get("status") or {}, pod.get("metadata") or {}
-    annotations = metadata.get("annotations") or {}
-    return {
-        "phase": status.get("phase", ""),
-        "ready": condition_of(status, "Ready").get("status", ""),
-        "reason": condition_of(status, "Ready").get("reason", ""),
-        "probe": condition_of(status, PROBE_READY).get("status", ""),
-        "intent": condition_of(status, LIFECYCLE_READY).get("status", ""),
-        "address": status.get("podIP", ""),
-        "lifecycle": annotations.get("vm.cocoonstack.io/lifecycle-state", ""),
-        "terminating": "True" if metadata.get("deletionTimestamp") else "",
-    }
-
-
-def _reason(pod: Object) -> str:
-    return str(condition_of(pod.get("status") or {}, "Ready").get("reason", ""))

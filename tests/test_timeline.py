@@ -6,7 +6,8 @@ import pytest
 
 from simulator.clock import VirtualClock
 from simulator.scenario import run_scenario
-from simulator.timeline import Entry, Timeline
+from simulator.timeline import Timeline
+from vkcocoon_record import Entry
 
 
 def test_no_field_hides_what_every_line_has():
