@@ -9,10 +9,11 @@ import stat
 import pytest
 
 from simulator.fake_guests import tell
+from simulator.live_clusters import FakeCluster
 from simulator.live_world import NODE_NAME, LiveWorld, Place
 from simulator.replay import read, replay_of
 from simulator.scenario import load
-from simulator.world import example_pod
+from simulator.stage import example_pod
 from vkcocoon_kube import ApiError
 from vkcocoon_probes import SystemClock
 
@@ -41,7 +42,7 @@ class RecordedWorld(LiveWorld):
 
     def ready(self, wanted):
         try:
-            pod = self.kube.admin.get("/api/v1/namespaces/default/pods/web-0")
+            pod = self.cluster.api.get("/api/v1/namespaces/default/pods/web-0")
         except ApiError:
             return False
         conditions = (pod.get("status") or {}).get("conditions") or []
@@ -55,13 +56,15 @@ class RecordedWorld(LiveWorld):
         # On loopback addresses the host's kernel answers echoes, so the guest is asked for a port.
         declared = {"vm.cocoonstack.io/probe-port": "8080"}
         pod = example_pod("web-0", node=NODE_NAME, annotations=declared)
-        self.kube.admin.create("/api/v1/namespaces/default/pods", pod)
+        self.cluster.api.create("/api/v1/namespaces/default/pods", pod)
 
 
 @pytest.fixture
 def world(tmp_path):
-    made = RecordedWorld(Place(tmp_path, bridged=False), CLOCK, lambda *_: None)
-    made.start(socket.create_server(("127.0.0.1", 0)))
+    cluster = FakeCluster(CLOCK, socket.create_server(("127.0.0.1", 0)))
+    made = RecordedWorld(Place(tmp_path, bridged=False), CLOCK, cluster, lambda *_: None)
+    made.start()
+    made.daemon.start()
     yield made
     made.close()
 
