@@ -2,7 +2,7 @@
 
     python -m tests.side_by_side [pytest's own words]        as many processes as there are processors
 
-A piece is some tests of one module in a row. Whoever makes the piece's file first runs it; the others never do. Tests
+A piece is some tests of one module in a row, or all of one that is marked `together`. Whoever makes the piece's file first runs it; the others never do. Tests
 with the mark `alone` are left for the end, when one process has the machine for itself.
 
 Not pytest-xdist: its processes talk through threads, which are greenlets once a test has imported the daemon, and a run
@@ -72,9 +72,10 @@ class Share:
         mine = quiet if self._alone else [item for item in items if item not in set(quiet)]
         for _, module in groupby(mine, key=lambda item: item.path):
             tests = list(module)
-            for start in range(0, len(tests), self._size):
+            size = len(tests) if tests[0].get_closest_marker("together") else self._size
+            for start in range(0, len(tests), size):
                 if self._claimed(tests[start].nodeid):
-                    yield tests[start : start + self._size]
+                    yield tests[start : start + size]
 
     def _claimed(self, name: str) -> bool:
         try:

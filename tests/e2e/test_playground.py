@@ -11,6 +11,8 @@ import pytest
 
 from tests.e2e.control_plane import until
 
+pytestmark = pytest.mark.together  # every playground is the same node of the cluster
+
 PLAYGROUND = [sys.executable, "-m", "vkcocoon_cli", "playground", "--no-table"]
 PODS, NODES, NAMESPACES = "/api/v1/pods", "/api/v1/nodes", "/api/v1/namespaces"
 LEASE = "/apis/coordination.k8s.io/v1/namespaces/kube-node-lease/leases/playground"
