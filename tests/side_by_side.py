@@ -2,12 +2,9 @@
 
     python -m tests.side_by_side [pytest's own words]        as many processes as there are processors
 
-A piece is some tests of one module in a row, or all of one that is marked `together`. Whoever makes the piece's file first runs it; the others never do. Tests
-with the mark `alone` are left for the end, when one process has the machine for itself.
-
-Not pytest-xdist: its processes talk through threads, which are greenlets once a test has imported the daemon, and a run
-ends with an error inside of it (3.8). Here nobody talks, and forks share what was made before them, such as a control
-plane.
+A piece is some tests of one module in a row, or all of a module that is marked `together`. Whoever makes the piece's
+file first runs it; the others never do. Tests with the mark `alone` are left for the end, when one process has the
+machine for itself.
 
 The first process prints as it goes; what the others said is printed when they are done, and the last line counts all.
 What failed is remembered for `--last-failed`, which runs in one process, as does everything that needs a terminal.
