@@ -192,7 +192,11 @@ class SystemClock:
         return woken or event.is_set()  # set at the instant the timer came counts, too
 
     def sleep(self, seconds: float) -> None:
-        gevent.sleep(max(0.0, seconds))  # noqa: TID251  this class is where waiting happens
+        if seconds > 0:
+            gevent.sleep(seconds)  # noqa: TID251  this class is where waiting happens
+        else:
+            # gevent.sleep(0) goes before all timers: who gives way again and again would hold up probes that are due.
+            self.wait(Event(), 0)
 
     def timeout(self, seconds: float) -> AbstractContextManager[None]:
         return _SystemBound(seconds)

