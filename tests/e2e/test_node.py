@@ -164,6 +164,7 @@ def test_N7_a_lease_that_was_held_by_another_name_is_taken_over(new_host, plane)
 
 def test_N13_a_time_without_six_digits_is_no_renewal(host, plane):
     """What the lease must not look like: the reason why its time is written by hand."""
+    until(lambda: lease_of(host, plane), RENEWAL_S, "a lease")
     with pytest.raises(Refused) as refused:
         plane.admin.patch(f"{LEASES}/{host.name}", {"spec": {"renewTime": "2036-01-01T00:00:00Z"}})
     assert refused.value.status == 400 or refused.value.status == 422
