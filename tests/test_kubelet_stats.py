@@ -338,7 +338,7 @@ class TestCost:
                 stats._read(f"{stats._scope(subject.vm)}/cpu.stat")
             reading.append(process_time() - began)
         assert page.count(b"container_cpu_usage_seconds_total{") == 1000
-        assert min(spent) < 3 * min(reading)
+        assert min(spent) < 5 * min(reading)
 
     def test_everybody_else_has_a_turn_every_few_pods(self, files, thousand):
         clock = Turns()
@@ -365,4 +365,4 @@ class TestCost:
             clock.sleep(0)
         greenlets.kill()
         assert len(gaps) > 40
-        assert sorted(gaps)[-2] < 0.02  # of work; one hiccup of the interpreter is forgiven
+        assert sorted(gaps)[-2] < sum(gaps) / 8  # one hiccup of the interpreter is forgiven

@@ -624,12 +624,15 @@ def test_a_table_of_twenty_thousand_rows_holds_the_hub_for_a_moment_only(path, l
         for n in range(20000)
     ]
     path.write_text(json.dumps(rows, indent=2))
-    spent = []
+    spent, decoding = [], []
     for _ in range(3):  # the best of three: others use this machine too
         before = time.process_time()
         assert address(LeaseFile(path), "02:00:00:00:4e:1f") == "10.78.31.1"
         spent.append(time.process_time() - before)
-    assert min(spent) < 0.2  # a third of that on a machine of today
+        before = time.process_time()
+        json.loads(path.read_bytes())
+        decoding.append(time.process_time() - before)
+    assert min(spent) < 30 * min(decoding)  # nothing in it grows with the square of the rows
 
 
 WRITES = ["rename", "in_place", "same_stamp", "torn", "empty", "two_documents", "object", "missing", "unreadable"]
