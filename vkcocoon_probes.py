@@ -217,17 +217,17 @@ class Deadline:
 
     def __init__(self, clock: Clock, seconds: float, *, patience: float | None = None) -> None:
         self._clock = clock
-        self._end_us = round((clock.monotonic() + seconds) * 1_000_000)
+        self._end_us = microseconds(clock.monotonic() + seconds)
         self._patience_s = patience
 
     def remaining(self) -> float:
         """Seconds left, never negative."""
-        left_us = self._end_us - round(self._clock.monotonic() * 1_000_000)
+        left_us = self._end_us - microseconds(self._clock.monotonic())
         return left_us / 1_000_000 if left_us > 0 else 0.0
 
     @property
     def expired(self) -> bool:
-        return self._end_us <= round(self._clock.monotonic() * 1_000_000)
+        return self._end_us <= microseconds(self._clock.monotonic())
 
     @property
     def patience(self) -> float:

@@ -115,7 +115,7 @@ class VirtualClock:
     def wait(self, event: Event, timeout: float | None) -> bool:
         if event.is_set():
             return True
-        if self._driver is None and self._nobody_drives():
+        if self._driver is None and _in_main():
             return self._drive_through(event, timeout)
         if timeout is None:
             event.wait()
@@ -135,7 +135,7 @@ class VirtualClock:
         return woken or event.is_set()
 
     def sleep(self, seconds: float) -> None:
-        if self._driver is None and self._nobody_drives():
+        if self._driver is None and _in_main():
             self._drive_through(Event(), seconds)
         else:
             self._pause(seconds)
@@ -238,10 +238,6 @@ class VirtualClock:
                 first.add_note(f"At the same instant another greenlet died of {other!r}")
             raise first
 
-    def _nobody_drives(self) -> bool:
-        # Only the main greenlet has no parent; it may be a test that calls the provider directly.
-        return getcurrent().parent is None
-
     def _drive_through(self, event: Event, timeout: float | None) -> bool:
         """A wait of the main greenlet: like any other one, but it also makes time pass."""
         ended_by: list[Event | None] = []
@@ -331,3 +327,8 @@ class VirtualClock:
         owner = timer[_OWNER]
         name = owner if isinstance(owner, str) else getattr(owner, "name", "main")
         return zlib.crc32(f"{self._seed}/{self.now_us}/{name}".encode())
+
+
+def _in_main() -> bool:
+    # Only the main greenlet has no parent; it may be a test that calls the provider directly.
+    return getcurrent().parent is None
