@@ -162,8 +162,8 @@ class Hibernation:
         except VMNotFound:
             return False
 
-    def _remove(self, _entry: TrackedPod, vm: VM) -> None:
-        self._removal.destroy(vm.id)
+    def _remove(self, entry: TrackedPod, vm: VM) -> None:
+        self._removal.destroy(vm, entry.leases)
 
     def _roll_back(self, entry: TrackedPod, vm: VM) -> None:
         """The VM stays for now: a Windows guest gets a network card again, which is a new one with a new address."""

@@ -5,8 +5,9 @@ still belong to a living VM. A state that shall be kept and cannot be saved keep
 back costs the pool one entry for a day and never a deletion.
 
 A VM that is no more cannot be asked for its MACs. So they stand on its pod, from the moment it has the VM until the
-leases are given back: whoever finishes an interrupted removal finds them there, and believes them only when no VM has
-them any more. A VM that its pod was never bound to is not removed before the pod shows them.
+leases are given back, for the case that somebody else removes the VM; and before we remove one they are written into a
+file (vkcocoon_debts), for the case that we are killed and nobody is left to tell. Either is believed only when no VM
+has those MACs any more.
 
 A command of an earlier life may still be making a VM that nobody wants any more, and of which there is no trace yet.
 Names of such VMs are expected for a while; what comes under one of them goes.
@@ -14,11 +15,12 @@ Names of such VMs are expected for a while; what comes under one of them goes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 
 import structlog
 
+from vkcocoon_debts import LeaseDebts
 from vkcocoon_macos import QemuKeeper, VncPorts
 from vkcocoon_net import LeaseReleaseError
 from vkcocoon_ports import Workplace
@@ -26,12 +28,10 @@ from vkcocoon_probes import spawn
 from vkcocoon_snapshots import Snapshots, fork_name, latest_name
 from vkcocoon_spec import SpecError
 from vkcocoon_tracking import Pod, TrackedPod, dhcp_macs
-from vkcocoon_vms import POWER_S, VM, CommandError, SnapshotInUse, VMNotFound
+from vkcocoon_vms import MACOS_ID, POWER_S, VM, CommandError, SnapshotInUse, VMNotFound
 
 __all__ = ["Removal"]
 
-TELL_FIRST = 2.0  # seconds for the API to show MACs; without an API the removal goes on
-TELL_POLL = 0.05
 EARLIER_LIFE = 1800.0  # seconds after the start, in which a command that was begun before it may still end
 FORK_PATIENCE = 600.0  # seconds that a fork which cannot be dropped holds up a deletion, for it costs only space
 FORK_IN_USE = 3600.0  # no clone reads that long
@@ -50,6 +50,7 @@ class Removal:
         self._snapshots = snapshots
         self._qemu = qemu
         self._vnc = vnc
+        self._debts = LeaseDebts(work.settings.state_dir)
         self._began = work.clock.monotonic()
         self._expected: set[str] = set()  # names of VMs that may still be being made, for nobody
         self._fork_failed: dict[str, float] = {}  # fork -> since when it cannot be dropped
@@ -68,18 +69,19 @@ class Removal:
                 self._remove_vm(entry)
                 self._drop_snapshots(entry)
 
-    def destroy(self, vm_id: str) -> None:
-        """A VM with everything it has. One that is gone already is fine."""
+    def destroy(self, vm: VM, earlier: Set[str] = frozenset()) -> None:
+        """A VM with everything it has. One that is gone already is fine. Its leases are the caller's to give back;
+        ``earlier`` are the MACs of those that are owed with them."""
+        self._debts.note(vm.id, dhcp_macs(vm) | earlier)
         with suppress(VMNotFound):
-            self._runtime.remove(vm_id)
+            self._macos.remove(vm.name) if vm.is_macos else self._runtime.remove(vm.id)
 
     def destroy_made(self, entry: TrackedPod) -> None:
         """The VM that an attempt made and the pod was never bound to; the caller holds its lock."""
         if (vm := self._by_name(entry)) is None:
             self._expect(entry.spec.vm_name)
             return
-        self._note_leases(entry, vm)
-        self.destroy(vm.id)
+        self.destroy(vm, entry.leases)
         self.release(entry, vm)
 
     def remove_late(self, records: Sequence[VM]) -> None:
@@ -98,17 +100,12 @@ class Removal:
             return  # somebody wants it by now
         log.warning("a command of an earlier life made a VM for nobody", vm=record.name, id=record.id)
         try:
-            for entry in namesakes:
-                self._note_leases(entry, record)
-            self.destroy(record.id)
+            self.destroy(record)
         except CommandError as error:
             self._expected.add(record.name)
             log.warning("it could not be removed", vm=record.name, error=str(error))
             return
         self.give_back(dhcp_macs(record), record.name)
-        for entry in namesakes:
-            entry.leases -= dhcp_macs(record)
-            self._work.publication.publish(entry)
 
     def _expect(self, vm_name: str) -> None:
         """There is no VM of that name; if a command of an earlier life is making one, it is for nobody."""
@@ -116,17 +113,6 @@ class Removal:
             self._expected.add(vm_name)
 
     # --- leases ---------------------------------------------------------------------------------------------------
-
-    def _note_leases(self, entry: TrackedPod, vm: VM) -> None:
-        """Nobody can ask a VM that is no more for its MACs, so the pod shows them before it goes."""
-        work = self._work
-        entry.leases |= dhcp_macs(vm)
-        if entry.leases <= entry.noted or not work.publication.acknowledged or not work.pods.holds(entry):
-            return
-        work.publication.note_leases(entry)
-        until = work.clock.monotonic() + TELL_FIRST
-        while not entry.leases <= entry.noted and work.clock.monotonic() < until:
-            work.clock.sleep(TELL_POLL)
 
     def release(self, entry: TrackedPod, vm: VM | None) -> None:
         """Give back the leases of ``vm``, which is certainly no more, and those the pod had before it."""
@@ -143,7 +129,26 @@ class Removal:
             self.give_back(done, entry.spec.vm_name)
             entry.leases -= done
 
-    def give_back(self, macs: Iterable[str], vm_name: str) -> None:
+    def settle_debts(self, records: Sequence[VM]) -> None:
+        """Give back the leases of VMs whose removal nobody saw to its end. ``records``: all microVMs."""
+        listed = {record.id for record in records}
+        for vm_id, macs in self._debts.owed().items():
+            if vm_id not in listed and self._is_no_more(vm_id, macs) and (done := macs - self._in_use(macs)):
+                log.warning("a removal that was interrupted left leases behind", vm=vm_id, macs=sorted(done))
+                self.give_back(done, vm_id)
+
+    def _is_no_more(self, vm_id: str, macs: Set[str]) -> bool:
+        """Does the tool itself say so? The id of a macOS guest is that of its namesakes, too: those have other MACs."""
+        name = vm_id.removeprefix(MACOS_ID)
+        try:
+            record = self._macos.inspect(name) if name != vm_id else self._runtime.inspect(vm_id)
+        except VMNotFound:
+            return True
+        except CommandError:
+            return False
+        return bool(dhcp_macs(record)) and not dhcp_macs(record) & macs
+
+    def give_back(self, macs: Set[str], vm_name: str) -> None:
         """Best effort: an address that stays leased costs the pool one entry for a day."""
         ports = self._work.ports
         for mac in sorted(macs):
@@ -153,6 +158,7 @@ class Removal:
             except LeaseReleaseError as error:
                 ports.metrics.lease_release("failed")
                 log.warning("lease could not be released", vm=vm_name, mac=mac, error=str(error))
+        self._debts.settled(macs)
 
     def _in_use(self, macs: Set[str]) -> Set[str]:
         """Those of the MACs that a VM has; all of them when that cannot be found out. What a pod says is no proof."""
@@ -173,8 +179,7 @@ class Removal:
             return
         if vm is not None:
             self._keep(entry, vm)
-            self._note_leases(entry, vm)
-            self.destroy(vm.id)
+            self.destroy(vm, entry.leases)
         elif not entry.gone:
             self._expect(entry.spec.vm_name)
         entry.vm = None
@@ -272,11 +277,8 @@ class Removal:
         if vm is None:
             with suppress(CommandError):
                 vm = self._macos.inspect(name)  # only for its MAC; rm itself knows what is gone
-        self._qemu.forget(f"qemu-{name}")
-        if vm is not None:
-            self._note_leases(entry, vm)
-        with suppress(VMNotFound):
-            self._macos.remove(name)
+        self._qemu.forget(f"{MACOS_ID}{name}")
+        self.destroy(vm or VM(f"{MACOS_ID}{name}", name, hypervisor="qemu"), entry.leases)
         self._vnc.release(name)
         entry.vm = None
         self.release(entry, vm)

@@ -435,6 +435,13 @@ class Settings:
         "VK_TLS_KEY", PATH, "/etc/cocoon/vk/tls/vk-kubelet.key", "Key of that certificate.", group=KUBELET
     )
 
+    state_dir: str = _setting(
+        "VK_STATE_DIR",
+        PATH,
+        "/var/lib/vk-cocoon",
+        "Directory for the little that must outlive the process: which leases it still has to give back.",
+        group=SERVICE,
+    )
     metrics_addr: Address = _setting(  # noqa: RUF009  a field, as all of them
         "VK_METRICS_ADDR", LISTEN, ":9091", "Where /metrics, /healthz and /readyz are served.", group=SERVICE
     )

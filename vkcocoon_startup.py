@@ -27,7 +27,7 @@ from vkcocoon_snapshots import Snapshots, fork_name
 from vkcocoon_spec import PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, Intent, IntentState
 from vkcocoon_tracking import Pod, TrackedPod, dhcp_macs
-from vkcocoon_vms import VM, CommandError, VMNotFound
+from vkcocoon_vms import MACOS_ID, VM, CommandError, VMNotFound
 
 __all__ = ["Startup"]
 
@@ -84,7 +84,8 @@ class Startup:
             if record.state == "creating":
                 spawn(self._work.group, f"half-made VM {record.name}", self._clear, record)
             else:
-                self._orphan(record, self._destroy)
+                self._orphan(record)
+        spawn(self._work.group, "leases that are owed", self._removal.settle_debts, records)
         spawn(self._work.group, "macOS orphans", self._macos_orphans, names | ids)
         self._drop_forks(pods, names | {record.name for record in records})
 
@@ -138,7 +139,7 @@ class Startup:
         its name."""
         vm_id = _id_of(entry.pod)
         if entry.spec.macos:
-            entry.stays_with(vm_id.removeprefix("qemu-") if vm_id.startswith("qemu-") else entry.spec.vm_name)
+            entry.stays_with(vm_id.removeprefix(MACOS_ID) if vm_id.startswith(MACOS_ID) else entry.spec.vm_name)
         elif record := next((record for record in records if vm_id and record.id == vm_id), None):
             entry.stays_with(record.name)
 
@@ -183,7 +184,7 @@ class Startup:
             outcome = self._runtime.reconcile_stale_create(record.id)
             self._work.ports.metrics.stale_create(outcome)
             if outcome == "not-creating" and not self._wanted(record.name):
-                self._orphan(self._runtime.inspect(record.id), self._destroy)
+                self._orphan(self._runtime.inspect(record.id))
         except VMNotFound:
             return True
         except CommandError as error:
@@ -207,9 +208,9 @@ class Startup:
         for record in records:
             with self._work.locks.held(record.name):  # after whatever creates or deletes it
                 if not known & {record.name, record.id} and not self._wanted(record.name):
-                    self._orphan(record, self._destroy_macos)
+                    self._orphan(record)
 
-    def _orphan(self, record: VM, destroy: Callable[[VM], None]) -> None:
+    def _orphan(self, record: VM) -> None:
         """A VM that no pod asks for: somebody's work, so only the policy that says so removes it (D1)."""
         self._work.ports.metrics.orphan()
         policy = self._work.settings.orphan_policy
@@ -217,16 +218,10 @@ class Startup:
         if policy != "destroy":
             return
         try:
-            destroy(record)
+            self._removal.destroy(record)
             self._removal.give_back(dhcp_macs(record), record.name)
         except CommandError as error:
             log.warning("orphan VM could not be removed", vm=record.name, error=str(error))
-
-    def _destroy_macos(self, vm: VM) -> None:
-        self._macos.remove(vm.name)
-
-    def _destroy(self, vm: VM) -> None:
-        self._removal.destroy(vm.id)
 
 
 def _between(intent: Intent) -> bool:

@@ -119,7 +119,6 @@ class TrackedPod:
     woken: bool = False  # the state its VM woke from is still there
     hibernated: bool = False  # its VM lives in a snapshot and is owed a wake
     leases: frozenset[str] = frozenset()  # MACs that may hold a DHCP lease of ours: of the VM, and of those before it
-    noted: frozenset[str] = frozenset()  # those of them that the pod shows in the API
     saved: str = ""  # the id of the VM that was last saved whole
     kept: str = ""  # the id of the VM whose last state was saved for the time after its pod
     left_over: bool = False  # at start there was a VM of its name that did not run
@@ -142,7 +141,7 @@ class TrackedPod:
         leases = _seeded_leases(annotations) if spec.managed else frozenset()
         setup = _seeded_setup(annotations) if spec.managed else SetupState()
         intent = _seeded_intent(annotations)
-        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, leases=leases, noted=leases, setup=setup)
+        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, leases=leases, setup=setup)
 
     @property
     def key(self) -> str:
@@ -358,13 +357,6 @@ class Publication:
         probe = ProbeResult(False, Reason.TERMINATING)
         self._hand_over(entry, self._status(entry, probe, terminating=True), {})
 
-    def note_leases(self, entry: TrackedPod) -> None:
-        """Have the pod show the MACs whose leases are its own, also while it is going."""
-        if not entry.terminating:
-            self.publish(entry)
-        elif entry.status is not None and self._pods.holds(entry):
-            self._hand_over(entry, dict(entry.status), {ANNOTATION_MAC: _listed(entry.leases)})
-
     def terminal(self, entry: TrackedPod) -> None:
         """The last word: the VM is gone, as it was asked for or because it was lost."""
         lost = {"phase": "Failed", **asdict(entry.eviction)} if entry.eviction else {}
@@ -382,7 +374,6 @@ class Publication:
         seen_ready = condition_of(status, "Ready").get("status") == "True"
         if (tracked := self._pods.get(uid)) is not None:
             tracked.seen_gone = condition_of(status, PROBE_READY).get("reason") == Reason.VM_GONE
-            tracked.noted = _seeded_leases(pod["metadata"].get("annotations") or {})
         if (entry := self._claimers.get(uid)) is not None:
             self._release(entry, seen=str(status.get("podIP", "")) if seen_ready else "")
 

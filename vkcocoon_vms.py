@@ -38,6 +38,7 @@ from vkcocoon_commands import CommandError, CommandRunner, CommandStream, Comple
 from vkcocoon_probes import Clock, SystemClock, spawn
 
 __all__ = [
+    "MACOS_ID",
     "VM",
     "CloneSpec",
     "CocoonCLI",
@@ -60,6 +61,7 @@ __all__ = [
 ]
 
 MAX_DOCUMENT = 8 * 1024 * 1024  # about 5 000 VM records; parsing more would hold every greenlet for over 100 ms
+MACOS_ID = "qemu-"  # and its name: the id of a macOS guest, which its tool has none for
 
 ASK_S = 30.0  # inspect, list: a read of the tool's own database
 POWER_S = 300.0  # start, stop, rm; rm waits for a create of the same VM that is still running
@@ -104,8 +106,8 @@ class Nic:
 
 @dataclass(frozen=True, slots=True)
 class VM:
-    """One VM as its tool described it. For a macOS guest `id` is `qemu-<name>`, `hypervisor` is `qemu`, `state` is
-    computed from its process, and `vnc` is the display number, -1 = off."""
+    """One VM as its tool described it. For a macOS guest `id` is MACOS_ID and its name, `hypervisor` is `qemu`, `state`
+    is computed from its process, and `vnc` is the display number, -1 = off."""
 
     id: str
     name: str
@@ -756,7 +758,7 @@ def _parse_event(line: str) -> VMEvent | None:
 def _parse_macos(record: Mapping[str, Any], state: str = "") -> VM:
     name, mac, tap = (_text(record.get(key)) for key in ("name", "mac", "tap"))
     return VM(
-        id=f"qemu-{name}",
+        id=f"{MACOS_ID}{name}",
         name=name,
         state=state,
         hypervisor="qemu",

@@ -125,6 +125,7 @@ class VMWatch:
             log.info("VMs could not be listed", error=str(error))
             return
         self._removal.remove_late(records)
+        self._removal.settle_debts(records)
         running = {record.id for record in records if record.running}
         for entry in self._pods:
             if entry.vm is not None and entry.vm.id not in running:
@@ -257,7 +258,7 @@ class VMWatch:
         """Remove the VM, then the pod. A VM that cannot be removed keeps its pod."""
         assert entry.vm is not None
         try:
-            self._removal.destroy(entry.vm.id)
+            self._removal.destroy(entry.vm, entry.leases)
         except CommandError as error:
             log.warning("VM could not be removed", pod=entry.key, vm=entry.vm.id, error=str(error))
             return False

@@ -23,7 +23,8 @@ STATIC = "cocoonset.cocoonstack.io/network"
 # Settings that say where the world is; everything of it depends on them.
 OURS = frozenset((
     "node_name", "node_ip", "leases_path", "cocoon_net_control_socket", "cocoon_bin", "cocoon_macos_bin",
-    "cocoon_root_dir", "kubeconfig", "metrics_addr", "status_socket", "status_addr", "kubelet_port", "log_format",
+    "cocoon_root_dir", "state_dir", "kubeconfig", "metrics_addr", "status_socket", "status_addr", "kubelet_port",
+    "log_format",
 ))  # fmt: skip
 
 ECHOES = "for 127.0.0.0/8 the host's own kernel answers echoes"

@@ -176,6 +176,7 @@ class LiveWorld:
             VK_COCOON_BIN=str(home / "bin/cocoon"),
             VK_COCOON_MACOS_BIN=str(home / "bin/cocoon-macos"),
             COCOON_ROOT_DIR=str(home),
+            VK_STATE_DIR=str(home / "state"),
             VK_NODE_CPU="64",
             VK_NODE_MEM="256Gi",
             VK_NODE_STORAGE="4Ti",

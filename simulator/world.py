@@ -88,6 +88,7 @@ class World(Stage):
         self.kube.store.on_change.append(self._stored)
         ClusterRules(self.kube.store, self.rulebook)
         defaults: dict[str, Any] = {"node_name": NODE, "node_ip": NODE_IP, "leases_path": str(lease_path)}
+        defaults["state_dir"] = str(Path(self.directory) / "state")
         self.settings = Settings(**defaults | settings)
         self.life: Life | None = None
         self._starts = 0

@@ -273,7 +273,7 @@ def measure_creates(pods: int) -> Row:
             pinger=pinger,
             on_probe=observer,
         )
-        provider = Provider(Settings(leases_path=str(leases), node_ip="127.0.0.1"), ports)
+        provider = Provider(Settings(leases_path=str(leases), state_dir=directory, node_ip="127.0.0.1"), ports)
         begin = clock.monotonic()
         for number in range(pods):
             clock.sleep(begin + SPREAD_S * number / pods - clock.monotonic())

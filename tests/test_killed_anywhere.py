@@ -30,6 +30,7 @@ class Story:
 
     os = "linux"
     wishes: dict = {}
+    settings: dict = {}
     waits = 30.0  # from the deed to its end, without a kill
     least = 4  # steps; fewer mean that the story was not told
 
@@ -225,6 +226,46 @@ class DeleteMacos(Delete):
 
     def check(self, world):
         gone(world)
+
+
+class DeleteByForce(Story):
+    """Its pod is gone at once, so nothing in the cluster tells the next daemon of it. A VM whose removal had not begun
+    is an orphan then, and keeps what it has."""
+
+    least = 3
+
+    def act(self, world):
+        world.delete_pod("web-0", grace_seconds=0)
+
+    def check(self, world):
+        world.run(120)
+        assert world.pod("web-0") is None
+        assert macs(world) == [world.guest("web-0").mac for _ in world.host.pids()]
+
+
+class DeleteByForceMacos(DeleteByForce):
+    os = "macos"
+
+
+class DestroyAnOrphan(Story):
+    settings: dict = {"orphan_policy": "destroy"}
+    least = 3
+
+    def begin(self, world):
+        super().begin(world)
+        world.stop()
+        world.delete_pod("web-0", grace_seconds=0)
+
+    def act(self, world):
+        world.start()
+
+    def check(self, world):
+        world.run(120)
+        gone(world)
+
+
+class DestroyAnOrphanMacos(DestroyAnOrphan):
+    os = "macos"
 
 
 class DeleteInCreate(Story):
@@ -474,7 +515,7 @@ SLOW = ("vm clone", "vm run", "vm start", "vm rm", "snapshot save", "snapshot rm
 def told(story, at, beside):
     """Tell the story with a kill at that step (None: without); the steps it took, and where it was killed. ``beside``:
     where in each command time is spent, so that the next daemon starts beside it; "" for nowhere."""
-    with World() as world:
+    with World(**story.settings) as world:
         story.begin(world)
         for verb in SLOW if beside else ():
             for tool in (world.host.cocoon, world.host.macos):
@@ -513,6 +554,10 @@ STORIES = [
     DeleteUnmanaged,
     Delete,
     DeleteMacos,
+    DeleteByForce,
+    DeleteByForceMacos,
+    DestroyAnOrphan,
+    DestroyAnOrphanMacos,
     DeleteInCreate,
     DeleteInCreateMacos,
     DeleteTheForked,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parent.parent
 LAYERS = [
     ["vkcocoon_quantity"],
     ["vkcocoon_probes", "vkcocoon_net", "vkcocoon_status", "vkcocoon_settings", "vkcocoon_logs", "vkcocoon_vmlog"],
-    ["vkcocoon_terminal", "vkcocoon_envfile"],
+    ["vkcocoon_terminal", "vkcocoon_envfile", "vkcocoon_debts"],
     ["vkcocoon_page", "vkcocoon_signals", "vkcocoon_commands", "vkcocoon_server", "vkcocoon_kube", "vkcocoon_systemd"],
     [
         "vkcocoon_http",

@@ -124,6 +124,7 @@ class Host:
             "VK_COCOON_BIN": str(home / "bin/cocoon"),
             "VK_COCOON_MACOS_BIN": str(home / "bin/cocoon-macos"),
             "COCOON_ROOT_DIR": str(home),
+            "VK_STATE_DIR": str(home / "state"),
             "VK_NODE_CPU": "512",
             "VK_NODE_MEM": "2Ti",
             "VK_NODE_STORAGE": "64Ti",
