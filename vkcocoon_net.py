@@ -191,7 +191,8 @@ class LeaseFile:
         try:
             if not (self._settled and _stamp(os.stat(self._path)) == self._stamp):
                 self._read()
-            self._note(self._verdict)
+            if not self._verdict == self._problem == self._told:
+                self._note(self._verdict)
         except OSError as error:
             self._note(f"cannot be read: {error.strerror}")
         if self._table is None:
@@ -204,11 +205,14 @@ class LeaseFile:
         NB: whether the stamp may be trusted at later looks is decided by the age the ctime had BEFORE the bytes were
         read. Asking for the age at the later look instead would miss a second write within one step of the ctime.
         """
-        with open(self._path, "rb", opener=_open_regular) as file:
-            status = os.fstat(file.fileno())
+        # By descriptor: the layers of io would cost more than the reading, and a young file is read at every question.
+        descriptor, status = _open_regular(self._path)
+        try:
             # CLOCK_REALTIME is the clock the kernel takes the ctime from.
             age = time.clock_gettime_ns(time.CLOCK_REALTIME) - status.st_ctime_ns
-            content = file.read()
+            content = _read_to_the_end(descriptor, status.st_size)
+        finally:
+            os.close(descriptor)
         self._stamp, self._settled = _stamp(status), age >= _YOUNG_NS
         if content == self._content:
             return
@@ -250,13 +254,23 @@ def _stamp(status: os.stat_result) -> tuple[int, ...]:
     return status.st_ctime_ns, status.st_mtime_ns, status.st_size, status.st_ino, status.st_dev
 
 
-def _open_regular(path: str, flags: int) -> int:
+def _open_regular(path: str) -> tuple[int, os.stat_result]:
     """Open without waiting for a writer should the name be a pipe, and refuse everything but a file."""
-    descriptor = os.open(path, flags | os.O_NONBLOCK)
-    if stat.S_ISREG(os.fstat(descriptor).st_mode):
-        return descriptor
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    status = os.fstat(descriptor)
+    if stat.S_ISREG(status.st_mode):
+        return descriptor, status
     os.close(descriptor)
     raise OSError(errno.EINVAL, "not a regular file")
+
+
+def _read_to_the_end(descriptor: int, expected: int) -> bytes:
+    """All there is, which may be more or less than was expected: the file may be changing."""
+    parts = []
+    while part := os.read(descriptor, expected + 1):
+        parts.append(part)
+        expected = max(expected - len(part), 4096)
+    return b"".join(parts)
 
 
 def _parse(content: bytes) -> _Table:

@@ -252,8 +252,16 @@ class PodController:
         for record in list(self._pods.values()):
             if record.uid not in self._reflector.objects:
                 record.pod = None
-            self._start(record)
+            if not self._settled(record):
+                self._start(record)
         self._publishers.recheck()
+
+    def _settled(self, record: _Pod) -> bool:
+        """Would an actor look and leave again? So it is with most pods most of the time: not worth a greenlet each."""
+        pod = record.pod
+        if pod is None or record.deleting or record.create_failed or record.update_failed:
+            return False
+        return record.handed is pod and self._provider.knows(record.uid)
 
     def _enlist(self, record: _Pod) -> _Pod:
         self._pods[record.uid] = record
@@ -340,6 +348,8 @@ class PodController:
             except NotOurs as reason:
                 self._refused(record, pod, reason)
             record.update_failed = False
+        else:
+            record.handed = pod  # the same task: from now on it is known without comparing
 
     def _put_first(self, record: _Pod) -> None:
         """A pod that only the provider still has is from an earlier life: its teardown comes before its namesakes."""

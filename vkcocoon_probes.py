@@ -31,7 +31,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import gevent
 from gevent import get_hub, getcurrent
@@ -281,8 +281,7 @@ def _log_death(greenlet: gevent.Greenlet[..., Any]) -> None:
 # ---------------------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
+class ProbeResult(NamedTuple):
     """What one probe found.
 
     ``reason`` is UpperCamelCase for machines and ``message`` a sentence for people, without counters or round-trip

@@ -36,6 +36,7 @@ class Readiness:
         self._qemu = qemu
         self._vnc = vnc
         self._metrics = ports.metrics
+        self._clock = work.clock
         self._leases = LeaseFile(work.settings.leases_path)
         self._reach = Reach(ports.pinger, ports.tcp_accepts, ports.ssh_banner)
 
@@ -73,14 +74,14 @@ class Readiness:
             return vm.static_ip if is_unicast_ipv4(vm.static_ip) else ""
         if not entry.spec.managed:
             return entry.ip
-        ip = self._leased(vm.mac) if vm.mac else ""
+        ip = self._leased(mac) if (mac := vm.mac) else ""
         if ip != entry.ip and not self.set_vm_ip(entry.key, vm.id, ip):
             return ""  # the pod has another VM by now
         return ip
 
     def _leased(self, mac: str) -> str:
         """The address of the lease, "" for none; counted."""
-        now = self._work.clock.now()
+        now = self._clock.now()
         try:
             lease = self._leases.lookup(mac, now)
         except LeaseFileError:
@@ -141,7 +142,7 @@ class Readiness:
         if not ip:
             if not vm.mac:
                 return ProbeResult(False, Reason.WAITING_FOR_LEASE, f"VM {vm.name} has no network card")
-            conflict = self._leases.conflict(vm.mac, self._work.clock.now())
+            conflict = self._leases.conflict(vm.mac, self._clock.now())
             return ProbeResult(False, Reason.WAITING_FOR_LEASE, conflict or f"waiting for DHCP lease of {vm.mac}")
         if (holder := self._publication.holder(entry, ip)) is not None:
             return self._publication.conflict(ip, holder)

@@ -11,9 +11,12 @@ Fakes take a `Random`, so that a test can hand them a plain one, and go through 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from random import Random
 
-__all__ = ["Chance", "branch"]
+__all__ = ["Chance", "Draw", "branch"]
+
+Draw = Callable[[int], float]
 
 
 class Chance(Random):
@@ -34,6 +37,11 @@ class Chance(Random):
     def unit(self, *words: object) -> float:
         """A number from 0 (included) to 1 that depends on the name and the words alone."""
         return zlib.crc32("/".join((self._name, *map(str, words))).encode()) / 2**32
+
+    def unit_of(self, *words: object) -> Draw:
+        """``unit`` with one word to come, a number: for what is drawn again and again about the same."""
+        begin = zlib.crc32("/".join((self._name, *map(str, words), "")).encode())
+        return lambda number: zlib.crc32(b"%d" % number, begin) / 2**32
 
 
 def branch(rng: Random, *subject: str) -> Random:

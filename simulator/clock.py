@@ -45,14 +45,13 @@ MOST_ROUNDS_AT_ONE_INSTANT = 100_000
 # An event log only grows, so every so often the collector looks at all of it in vain: while time passes, less often.
 RARE_COLLECTIONS = (50_000, 20, 50)
 
-_WAIT, _BOUND = 0, 1  # kinds of timers, in the order they fire at one instant
+NEVER = 2**63  # later than every instant
 
-
-# A timer is a list, which a heap compares at the speed of C: twice the instant in microseconds plus the kind, the order
-# of setting, what to call (None: canceled; it stays in the heap until its instant comes), and who set it, a greenlet or
-# a name, which is asked only when the order of an instant is drawn.
+# A timer is a list, which a heap compares at the speed of C: its instant in microseconds, the order of setting, what to
+# call (None: canceled; it stays where it is until its instant comes), and who set it, a greenlet or a name, which is
+# asked only when the order of an instant is drawn.
 _Timer = list[Any]
-_KEY, _FIRE, _OWNER = 0, 2, 3
+_INSTANT, _FIRE, _OWNER = 0, 2, 3
 
 
 class _VirtualBound(Bound):
@@ -65,7 +64,7 @@ class _VirtualBound(Bound):
 
     def arm(self, seconds: float) -> None:
         self._greenlet = getcurrent()
-        self._timer = self._clock._set(seconds, _BOUND, self._fire)
+        self._timer = self._clock._set(seconds, self._fire, self._greenlet, bound=True)
 
     def disarm(self) -> bool:
         self._timer[_FIRE] = None
@@ -93,7 +92,12 @@ class VirtualClock:
         self._wall_step_us = 0
         self._wall = 0, start  # the answer of now() at an instant: it is asked several times at each
         self._seed = seed
-        self._heap: list[_Timer] = []
+        self._heap: list[_Timer] = []  # waits
+        # Nearly every bound is canceled long before its instant. So new ones are not sorted, and nobody looks at them
+        # before the earliest instant that one of them had; those still armed by then go into a heap of their own.
+        self._new_bounds: list[_Timer] = []
+        self._bounds: list[_Timer] = []
+        self._bounds_from = NEVER  # no bound is due before
         self._count = itertools.count()
         self._visits = itertools.count()
         self._driver: Waiter[Any] | None = None
@@ -109,7 +113,7 @@ class VirtualClock:
     def now(self) -> datetime:
         wall_us = self.now_us + self._wall_step_us
         if wall_us != self._wall[0]:
-            self._wall = wall_us, self._start + timedelta(microseconds=wall_us)
+            self._wall = wall_us, self._start + timedelta(0, 0, wall_us)
         return self._wall[1]
 
     def wait(self, event: Event, timeout: float | None) -> bool:
@@ -123,7 +127,7 @@ class VirtualClock:
             return True
         waiter: Waiter[Any] = Waiter()
         wake = waiter.switch
-        timer = self._set(timeout, _WAIT, wake)
+        timer = self._set(timeout, wake)
         event.rawlink(wake)
         try:
             woken = waiter.get() is event
@@ -187,26 +191,35 @@ class VirtualClock:
         name = f"at {seconds} s: {getattr(function, '__qualname__', function)}"
         # Switched to directly, not scheduled: it keeps its place among the timers of that instant.
         begin = lambda _: self._prepare(name, function, args).switch()  # noqa: E731
-        self._set(delay_us / 1_000_000, _WAIT, begin, owner or f"visit {next(self._visits)}")
+        self._set(delay_us / 1_000_000, begin, owner or f"visit {next(self._visits)}")
 
     def close(self) -> None:
         """Kill what ``spawn`` and ``at`` started, and drop all timers."""
         self._group.kill()
         self._heap.clear()
+        self._bounds.clear()
+        self._new_bounds.clear()
         self._failures.clear()
 
     # Inside
 
-    def _set(self, seconds: float, kind: int, fire: Callable[[Any], object], owner: object = None) -> _Timer:
+    def _set(
+        self, seconds: float, fire: Callable[[Any], object], owner: object = None, *, bound: bool = False
+    ) -> _Timer:
         # A positive wait takes at least a microsecond, or a loop over a tiny remainder would never get past it.
-        delay_us = (round(seconds * 1_000_000) or 1) if seconds > 0 else 0
-        timer = [2 * (self.now_us + delay_us) + kind, next(self._count), fire, owner or getcurrent()]
-        heappush(self._heap, timer)
+        instant_us = self.now_us + ((round(seconds * 1_000_000) or 1) if seconds > 0 else 0)
+        timer = [instant_us, next(self._count), fire, owner or getcurrent()]
+        if not bound:
+            heappush(self._heap, timer)
+            return timer
+        self._new_bounds.append(timer)
+        if instant_us < self._bounds_from:
+            self._bounds_from = instant_us
         return timer
 
     def _pause(self, seconds: float) -> None:
         waiter: Waiter[Any] = Waiter()
-        timer = self._set(seconds, _WAIT, waiter.switch)
+        timer = self._set(seconds, waiter.switch)
         try:
             waiter.get()
         finally:
@@ -241,7 +254,7 @@ class VirtualClock:
     def _drive_through(self, event: Event, timeout: float | None) -> bool:
         """A wait of the main greenlet: like any other one, but it also makes time pass."""
         ended_by: list[Event | None] = []
-        timer = None if timeout is None else self._set(timeout, _WAIT, ended_by.append)
+        timer = None if timeout is None else self._set(timeout, ended_by.append)
         event.rawlink(ended_by.append)
         try:
             self._drive(None, lambda: ended_by)
@@ -291,8 +304,10 @@ class VirtualClock:
         heap = self._heap
         while heap and heap[0][_FIRE] is None:
             heappop(heap)
-        instant_us = heap[0][_KEY] >> 1 if heap else None
-        if instant_us is None or (end_us is not None and instant_us > end_us):
+        instant_us = heap[0][_INSTANT] if heap else NEVER
+        if self._bounds_from < instant_us and self._earliest_bound() < instant_us:
+            heap, instant_us = self._bounds, self._bounds_from
+        if instant_us > (NEVER - 1 if end_us is None else end_us):
             if end_us is None:
                 raise RuntimeError("waiting for ever: no timer is left that could change anything")
             self.now_us = end_us
@@ -302,20 +317,30 @@ class VirtualClock:
         if self._rounds_here > MOST_ROUNDS_AT_ONE_INSTANT:
             raise RuntimeError(f"time stands still at {self.elapsed()} s: somebody waits for 0 s in a loop")
         self.now_us = instant_us
-        self._fire()
+        timer = heappop(heap)
+        if not heap or heap[0][_INSTANT] != instant_us:
+            timer[_FIRE](None)
+            return None
+        due = [timer]
+        while heap and heap[0][_INSTANT] == instant_us:
+            due.append(heappop(heap))
+        self._fire(due)
         return None
 
-    def _fire(self) -> None:
-        """Fire all timers of one kind that are due now; those set meanwhile have to wait for the next round."""
-        heap = self._heap
-        timer = heappop(heap)
-        key = timer[_KEY]
-        if not heap or heap[0][_KEY] != key:
-            timer[_FIRE](None)
-            return
-        due = [timer]
-        while heap and heap[0][_KEY] == key:
-            due.append(heappop(heap))
+    def _earliest_bound(self) -> int:
+        """The instant of the bound that is due first."""
+        heap = self._bounds
+        for timer in self._new_bounds:
+            if timer[_FIRE] is not None:
+                heappush(heap, timer)
+        self._new_bounds.clear()
+        while heap and heap[0][_FIRE] is None:
+            heappop(heap)
+        self._bounds_from = heap[0][_INSTANT] if heap else NEVER
+        return self._bounds_from
+
+    def _fire(self, due: list[_Timer]) -> None:
+        """Fire all timers that are due now; those set meanwhile have to wait for the next round."""
         if self._seed is not None:
             due.sort(key=self._draw)  # timers of one owner stay in the order they were set
         for timer in due:

@@ -713,13 +713,16 @@ class FakeCocoon(Tool):
     def _events(self, parsed: Parsed) -> Iterator[str]:
         interval = parsed["interval"] or self.event_interval_s
         seen: dict[str, _Seen] = {}
+        looked: object = None
         while not self.faults.take("events end", ()):
             version = self.host.storage.version(self.PROGRAM)
-            present = self._present(seen)
-            for fault in self.faults.take("events line", ()):
-                yield fault.stdout or ""
-            yield from _differences(seen, present)
-            seen = present
+            last, looked = looked, (version, self.host.census())
+            if looked != last:  # else nothing is new, not even a fault ahead: another look would see the same
+                present = self._present(seen)
+                for fault in self.faults.take("events line", ()):
+                    yield fault.stdout or ""
+                yield from _differences(seen, present)
+                seen = present
             if self.host.wait_for_change(self.PROGRAM, version, interval):
                 self.host.sleep(self.event_debounce_s)
 

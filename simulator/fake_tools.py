@@ -286,6 +286,9 @@ class Host(Protocol):
     def pids(self) -> list[int]:
         """Every process there is."""
 
+    def census(self) -> object:
+        """Equal to an earlier answer only if no process was born or has died since."""
+
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Faults

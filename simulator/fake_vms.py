@@ -29,7 +29,7 @@ from typing import Any, NoReturn
 
 from gevent.event import Event
 
-from simulator.chance import Chance
+from simulator.chance import Chance, Draw
 from simulator.clock import VirtualClock
 from simulator.fake_cocoon import FakeCocoon
 from simulator.fake_leases import FakeCocoonNet
@@ -63,6 +63,7 @@ class Guest:
     def __init__(self, host: FakeHost, machine: Machine, spec: GuestSpec) -> None:
         self._host = host
         self._machine = machine
+        self.name = machine.name
         self._stop = Event()
         self._stop.set()
         self.spec = spec
@@ -76,10 +77,6 @@ class Guest:
         self.flood = spec.flood
         self._ports: dict[int, str | None] = {}  # port -> what it says to who connects; None = it is silent
         self._banner: str | None = None
-
-    @property
-    def name(self) -> str:
-        return self._machine.name
 
     @property
     def mac(self) -> str:
@@ -180,7 +177,7 @@ class Guest:
         if self._machine.static_ip:
             self._use(self._machine.static_ip)
             return True
-        wait_s = self.spec.lease_s + self._host.jitter(self.name, "lease")
+        wait_s = self.spec.lease_s + self._host.jitter(f"{self.name}/lease")
         while not self._host.clock.wait(stop, wait_s):
             if not self.mac:  # no network card, no address, ever
                 self._host.clock.wait(stop, None)
@@ -426,12 +423,12 @@ class FakePinger:
             raise PingError("the pinger was closed")
         if self.degraded:
             return 0.0
-        if deadline.remaining() <= 0:
+        if (left_s := deadline.remaining()) <= 0:
             raise PingTimeout(f"no time left to ping {ip}")
         if error := self.error_for(ip):
             raise PingError(error)
         guest = self._host.guest_at(ip)
-        if guest is None or guest.mute or not guest.echo or not self._host.travel(guest, deadline):
+        if guest is None or guest.mute or not guest.echo or not self._host.travel(guest, left_s):
             self._host.clock.sleep(deadline.remaining())
             raise PingTimeout(f"no reply from {ip}")
         return guest.latency_s
@@ -476,8 +473,10 @@ class FakeHost:
         self._by_pid: dict[int, Guest] = {}
         self._by_ip: dict[str, list[Guest]] = {}
         self._table: dict[int, Process] = {}
+        self._census = 0
         self._next_pid = itertools.count(FIRST_PID)
         self._jitter_s = jitter_s
+        self._draws: dict[str, Draw] = {}
         self.pinger = FakePinger(self)
         self.cocoon = _Cocoon(self)
         self.macos = _CocoonMacos(self)
@@ -505,12 +504,12 @@ class FakeHost:
     def reuse_pid(self, pid: int, argv: tuple[str, ...] = ("sleep", "1000")) -> None:
         """The process dies and another program gets its pid."""
         self.end_process(pid)
-        self._table[pid] = Process(pid, "S", argv)
+        self._enter(Process(pid, "S", argv))
 
     def zombie(self, pid: int) -> None:
         """The process dies and nobody collects it."""
         self.end_process(pid)
-        self._table[pid] = Process(pid, "Z")
+        self._enter(Process(pid, "Z"))
 
     def plant_qemu(self, vm_name: str) -> int:
         """A second QEMU on the disk of that macOS VM, as a launch behind everybody's back leaves it; its pid."""
@@ -564,16 +563,24 @@ class FakeHost:
     def pids(self) -> list[int]:
         return list(self._table)
 
+    def census(self) -> object:
+        return self._census
+
     def end_process(self, pid: int) -> None:
         """The process is gone, and with it the guest that ran in it."""
         self._table.pop(pid, None)
+        self._census += 1
         if guest := self._by_pid.pop(pid, None):
             guest.power_off()
 
     def _start_process(self, argv: tuple[str, ...]) -> int:
         pid = next(self._next_pid)
-        self._table[pid] = Process(pid, "S", argv)
+        self._enter(Process(pid, "S", argv))
         return pid
+
+    def _enter(self, process: Process) -> None:
+        self._table[process.pid] = process
+        self._census += 1
 
     def _qemus(self, machine: Machine) -> int:
         return len(self.macos.qemus(machine.name)) if machine.argv[0] == QEMU else 0
@@ -624,18 +631,18 @@ class FakeHost:
             raise OSError(errno.EADDRNOTAVAIL, f"{ip!r} is not a unicast IPv4 address")
         if not 1 <= port <= 65535:
             raise OSError(errno.EADDRNOTAVAIL, f"{port} is not a TCP port")
-        if deadline.remaining() <= 0:
+        if (left_s := deadline.remaining()) <= 0:
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
         guest = self.guest_at(ip)
-        if guest is None or guest.mute or not self.travel(guest, deadline):
+        if guest is None or guest.mute or not self.travel(guest, left_s):
             self.clock.sleep(deadline.remaining())
             raise TimeoutError(errno.ETIMEDOUT, "timed out")
         return guest.says_on(port)
 
-    def travel(self, guest: Guest, deadline: Remaining) -> bool:
-        """One round trip to a guest; False when the deadline comes first. Always a switch of greenlets, as in life."""
+    def travel(self, guest: Guest, limit_s: float) -> bool:
+        """One round trip to a guest; False when it takes longer. Always a switch of greenlets, as in life."""
         seconds = guest.latency_s + self.jitter(guest.name)
-        if seconds > deadline.remaining() or self.lost(guest):
+        if seconds > limit_s or (guest.loss and self.lost(guest)):
             return False
         self.clock.sleep(seconds)
         return True
@@ -647,11 +654,14 @@ class FakeHost:
         chance = self.rng.unit("loss", guest.name, self.clock.now_us) if isinstance(self.rng, Chance) else 1.0
         return chance < guest.loss
 
-    def jitter(self, *about: str) -> float:
+    def jitter(self, about: str) -> float:
         """What something takes by itself at this instant, in seconds."""
         if not self._jitter_s or not isinstance(self.rng, Chance):
             return 0.0
-        return self._jitter_s * self.rng.unit(*about, self.clock.now_us)
+        draw = self._draws.get(about)
+        if draw is None:
+            draw = self._draws[about] = self.rng.unit_of(about)
+        return self._jitter_s * draw(self.clock.now_us)
 
     def move(self, guest: Guest, old: str, new: str) -> None:
         """A guest changes its address; "" = none."""

@@ -12,6 +12,7 @@ One per life of the daemon, attached before its start. It knows one thing about 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from simulator.clock import VirtualClock
@@ -82,15 +83,12 @@ class Witness:
             self._retire(former)
         token = self._live[key] = _Token(key)
 
-        def watched(deadline: Deadline) -> ProbeResult:
-            return self._probe(token, probe, deadline)
-
         def told() -> None:
             if token.retired:
                 self._broken("nothing after forget", key, "a forgotten probe calls back")
             on_update()
 
-        agent = start(key, watched, told)
+        agent = start(key, partial(self._probe, token, probe), told)
         token.agent = agent
         if not token.retired:
             self._by_agent[agent] = token
