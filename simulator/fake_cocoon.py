@@ -460,12 +460,11 @@ class FakeCocoon(Tool):
             call.reach(Step.MIDDLE)  # where a guest may refuse to let a card go
             fresh = range(len(before), parsed["nics"])
             added = [self._nic(record, index, record["config"]["network"]) for index in fresh]
-            self._change(identifier, "net", network_configs=before[: parsed["nics"]] + added)
-            self.plugged(self._existing(identifier))
+            cards = before[: parsed["nics"]] + added
+            self._change(identifier, "net", network_configs=cards)
+            first = cards[0] if cards else {}
+            self.host.plug(record["config"]["name"], first.get("mac", ""), first.get("network", {}).get("ip", ""))
         return Outcome(0, pretty({"before": len(before), "after": parsed["nics"]}))
-
-    def plugged(self, record: Record) -> None:
-        """The network cards of a running VM have changed. Guests that are processes keep the one they began with."""
 
     # Asking
 

@@ -10,7 +10,8 @@ killed call leaves is a state in which some other moment could have left it. In 
     cocoon-macos/    the same, and vms/NAME/vm.json               run/, guests/       pid files; specs, sockets, logs
 
 A VMM or QEMU is a live guest (simulator.fake_guests) under the hypervisor's name and command line, in a session of its
-own: it survives the call that started it. `LiveHost(home).cocoon` has the knobs, from any process.
+own: it survives the call that started it. Where a world stands in the home directory, simulator.guest_starter makes its
+process. `LiveHost(home).cocoon` has the knobs, from any process.
 
 Imports little, because each call pays for it.
 """
@@ -36,12 +37,13 @@ from typing import Any, NoReturn
 from simulator.fake_cocoon import FakeCocoon
 from simulator.fake_macos import FakeCocoonMacos
 from simulator.fake_tools import Failed, Machine, Outcome, Refusal, Storage, Tool
-from simulator.telling import say
+from simulator.telling import ask, say
 
 __all__ = ["HOME_VARIABLE", "DiskStorage", "LiveHost", "install", "main"]
 
 HOME_VARIABLE = "FAKE_COCOON_HOME"
 LOOK_EVERY_S = 0.1  # at files somebody else may have changed
+POWER_ON_S = 30.0  # on a busy machine, with others before us
 POWER_OFF_GRACE_S = 5.0  # from SIGTERM to SIGKILL, as the real tool
 GUEST_MODULE = "simulator.fake_guests"
 
@@ -194,22 +196,22 @@ class LiveHost:
         raise AssertionError("still alive")
 
     def power_on(self, machine: Machine) -> int:
+        argv = [machine.argv[0], *self._guest_words(machine)]
         log = self.home / "guests" / f"{machine.name}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            process = subprocess.Popen(
-                [machine.argv[0], *self._guest_words(machine)],
-                executable=sys.executable,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                env=_guest_environment(),
-            )
+        pid = self._forked(argv, log) or _started(argv, log)
         pid_file = _pid_file(machine)
         pid_file.parent.mkdir(parents=True, exist_ok=True)
-        pid_file.write_text(f"{process.pid}\n")
-        return process.pid
+        pid_file.write_text(f"{pid}\n")
+        return pid
+
+    def _forked(self, argv: Sequence[str], log: Path) -> int:
+        """The process that simulator.guest_starter makes; 0 where there is none, or it cannot."""
+        try:
+            answer = ask(self.home / "power-on.sock", {"argv": argv, "log": str(log)}, POWER_ON_S)
+        except (FileNotFoundError, ConnectionError, ValueError):
+            return 0
+        return int(answer.get("pid", 0))
 
     def power_off(self, pid: int) -> None:
         if self._is_guest(pid):
@@ -221,6 +223,19 @@ class LiveHost:
                     return
                 os.kill(pid, number)
                 self.sleep(LOOK_EVERY_S)
+
+    def plug(self, name: str, mac: str, static_ip: str) -> None:
+        """Live guests have no addresses but those of DHCP. One that was only just powered on does not listen yet."""
+        for _ in range(round(POWER_ON_S / LOOK_EVERY_S)):
+            try:
+                answer = ask(self.home / "guests" / f"{name}.sock", {"plug": mac})
+            except (FileNotFoundError, ConnectionError):
+                self.sleep(LOOK_EVERY_S)
+                continue
+            if "error" in answer:
+                raise Refusal(f"net: {answer['error']}")
+            return
+        raise Refusal("net: the guest does not answer")
 
     def argv_of(self, pid: int) -> tuple[str, ...]:
         try:
@@ -245,6 +260,21 @@ class LiveHost:
         """One of ours, and not a stranger that was given the pid."""
         argv = self.argv_of(pid) if pid > 0 else ()
         return GUEST_MODULE in argv and self.root in argv
+
+
+def _started(argv: Sequence[str], log: Path) -> int:
+    """The guest in a Python of its own, which takes long to import what it needs."""
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            argv,
+            executable=sys.executable,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,
+            env=_guest_environment(),
+        )
+    return process.pid
 
 
 def _guest_environment() -> dict[str, str]:

@@ -15,11 +15,12 @@ address it gets from DHCP, and no echo switch exists, because the host's own ker
 HOME/guests/NAME.sock takes one JSON object a line and answers each with the guest's status, or with {"error": ...}:
 
     {"echo": false}  {"open": 3389, "says": "hello"}  {"close": 22}  {"banner": "SSH-2.0-x" | null}  {"mute": true}
-    {"latency": 0.2}  {"loss": 0.5}  {"renew": true}  {"address": "10.88.0.9"}  {"reboot": true}
-    {"crash": true}  {"status": true}
+    {"latency": 0.2}  {"loss": 0.5}  {"renew": true}  {"address": "10.88.0.9"}  {"plug": "0a:58:..." | ""}
+    {"reboot": true}  {"crash": true}  {"status": true}
 
 Mute is a hang: nothing leaves the guest any more. Latency and loss are those of echoes (and latency of the banner); the
-kernel cannot be told to be slow, so echoes are then answered by the guest itself.
+kernel cannot be told to be slow, so echoes are then answered by the guest itself. Plug is another network card in place
+of the one before, with the address it names, or none.
 
 HOME/power.sock is its power cord: whoever holds the other end keeps it alive, and with it the guest dies. That is how
 nothing is left of a world whose host process was killed.
@@ -50,8 +51,8 @@ from gevent.pool import Group, Pool
 from gevent.server import StreamServer
 
 from simulator.guest_spec import GuestSpec
-from simulator.namespaces import MARK, leave_network
-from simulator.telling import say
+from simulator.namespaces import MARK, lay_cable, leave_network
+from simulator.telling import LONGEST, ask, say
 from vkcocoon_probes import Clock, SystemClock, spawn
 
 __all__ = ["Address", "Guest", "GuestError", "main", "read_spec", "tell"]
@@ -63,9 +64,9 @@ LONELY_S = 120.0  # without power cord and DHCP; then there is nobody to be a gu
 SSH_PORT = 22
 ICMP_ECHO = 8
 COMMANDS = (
-    "echo", "mute", "open", "close", "banner", "latency", "loss", "renew", "address", "reboot", "crash", "status",
+    "echo", "mute", "open", "close", "banner", "latency", "loss", "renew", "address", "plug", "reboot",
+    "crash", "status",
 )  # fmt: skip
-LONGEST_COMMAND = 65536
 
 
 class GuestError(Exception):
@@ -100,20 +101,35 @@ class Network(Protocol):
     def down(self) -> None:
         """Have no address."""
 
+    def plug(self, mac: str) -> None:
+        """Have another network card, without an address, or none ("")."""
+
 
 class OwnNetwork:
     """A network namespace with a cable to the bridge. The whole process lives in it from here on."""
 
     def __init__(self, bridge: str, mac: str) -> None:
-        # Named by the process: the link of a machine that just died may still be there for a moment.
-        self._links = leave_network(bridge, f"tap{os.getpid()}", mac)
-        self._link = socket.if_nametoindex("eth0")
+        self._bridge = socket.if_nametoindex(bridge)
+        self._outside, self._links = leave_network()
+        self._link = 0  # the index of the card; 0 = there is none
         self._muted = ""  # the gateway, to which nothing is sent
-        for place in ("all", "eth0"):
-            self._switch(f"conf/{place}/rp_filter", False)  # or a mute guest would not answer for its address either
+        self._address: Address | None = None
+        self._switch("conf/all/rp_filter", False)  # or a mute guest would not answer for its address either
+        self.plug(mac)
+
+    def plug(self, mac: str) -> None:
+        self.down()
+        if self._link:
+            self._links.remove_link("eth0")
+            self._link = 0
+        if not mac:
+            return
+        # Named by the process: the link of a machine that just died may still be there for a moment.
+        lay_cable(self._outside, self._bridge, f"tap{os.getpid()}", mac)
+        self._link = socket.if_nametoindex("eth0")
+        self._switch("conf/eth0/rp_filter", False)
         # Announce a new address, so that nobody keeps sending to the machine that had it before.
         self._switch("conf/eth0/arp_notify", True)
-        self._address: Address | None = None
 
     def use(self, address: Address) -> None:
         if self._address:
@@ -162,6 +178,9 @@ class Loopback:
 
     def down(self) -> None:
         pass
+
+    def plug(self, mac: str) -> None:
+        pass  # whose address it is decides DHCP alone
 
 
 def open_network(home: Path, mac: str) -> Network:
@@ -224,6 +243,8 @@ class Guest:
             self._wanted_ports.add(SSH_PORT)
             self._speak(None)
         self._clock.sleep(boot_s + spec.lease_s)
+        if not self._mac:
+            return  # no network card, no address, ever
         self._renew()
         spawn(self._life, "echo", self._after, spec.echo_after_s, self._wake)
         if spec.ssh_after_s is not None:
@@ -235,17 +256,31 @@ class Guest:
 
     def _reboot(self) -> None:
         """From inside: everything is as at the first boot, but for the address, which is asked for again."""
-        self._life.kill()
-        for port in list(self._listeners):
-            self._listeners.pop(port).stop(timeout=0)
         spec = self._spec = read_spec(self._home, self.name, self._os)
-        self._wanted_ports, self._says = set(spec.ports), {}
-        self._echo, self._awake, self._mute = spec.echo, False, False
         self._latency_s, self._loss = spec.latency_s, spec.loss
+        self._go_down()
+        spawn(self._life, "life", self._live, spec.boot_s)
+
+    def _plug(self, mac: str) -> None:
+        """Its network card is another one, or gone (""); the address was that of the card."""
+        if mac == self._mac:
+            return
+        self._go_down()
+        self._mac = mac
+        self._network.plug(mac)
+        spawn(self._life, "life", self._live, 0.0)
+
+    def _go_down(self) -> None:
+        """Out of reach, and what was done to it since it came up is forgotten."""
+        self._life.kill()
+        self._close_listeners()
+        self._wanted_ports, self._says = set(self._spec.ports), {}
+        self._echo, self._awake, self._mute = self._spec.echo, False, False
         self._switch_echoes()
         self._network.down()
+        if self._address:
+            say(self._home, "guest", "address", self.name, ip="")
         self._address = None
-        spawn(self._life, "life", self._live, spec.boot_s)
 
     def _after(self, seconds: float, action: Callable[[], None]) -> None:
         self._clock.sleep(seconds)
@@ -277,6 +312,8 @@ class Guest:
     # Address and ports
 
     def _renew(self) -> None:
+        if not self._mac:
+            raise GuestError("there is no network card")
         address = self._ask_for_address()
         given, self._given = self._given, ""
         self._take(replace(address, ip=given) if given else address)
@@ -287,8 +324,7 @@ class Guest:
             return
         muted, self._mute = self._mute, False
         self._network.mute(False)
-        for port in list(self._listeners):
-            self._listeners.pop(port).stop(timeout=0)
+        self._close_listeners()
         self._network.use(address)
         self._address = address
         for port in sorted(self._wanted_ports):
@@ -299,6 +335,10 @@ class Guest:
         if muted:
             self._hang(True)
         say(self._home, "guest", "address", self.name, ip=address.ip)
+
+    def _close_listeners(self) -> None:
+        for port in list(self._listeners):
+            self._listeners.pop(port).stop(timeout=0)
 
     def _renumber(self, ip: str) -> None:
         """Use another address, whatever DHCP says."""
@@ -315,7 +355,7 @@ class Guest:
         """Ask until somebody answers, as DHCP clients do."""
         while True:
             try:
-                answer = _exchange(self._home / "dhcp.sock", {"mac": self._mac})
+                answer = ask(self._home / "dhcp.sock", {"mac": self._mac})
                 return Address(answer["ip"], answer["prefix"], answer["gateway"], answer.get("lease_s", 86400.0))
             except (OSError, ValueError, KeyError):
                 if not self._powered and self._clock.monotonic() - self._power_on > LONELY_S:
@@ -392,6 +432,8 @@ class Guest:
                     pass  # belongs to open
                 case "address":
                     self._renumber(str(value))
+                case "plug":
+                    self._plug(str(value))
                 case "reboot":
                     self._reboot()
                 case "close":
@@ -443,7 +485,7 @@ class Guest:
 
     def _take_commands(self, connection: gevent.socket.socket, _: object) -> None:
         with connection, connection.makefile("r") as lines:
-            while line := lines.readline(LONGEST_COMMAND):
+            while line := lines.readline(LONGEST):
                 answer, crash = self._answer(line)
                 connection.sendall(json.dumps(answer).encode() + b"\n")
                 if crash:
@@ -512,21 +554,9 @@ def tell(home: Path, name: str, order: Mapping[str, Any]) -> dict[str, Any]:
     """Give one live guest an order; returns its status after it. Raises GuestError, OSError when it is not there."""
     if "/" in name:  # it may come from a pod's annotation, and must not lead to anybody else's socket
         raise GuestError(f"{name!r} is no name of a VM")
-    answer = _exchange(home / "guests" / f"{name}.sock", order)
+    answer = ask(home / "guests" / f"{name}.sock", order)
     if "error" in answer:
         raise GuestError(answer["error"])
-    return answer
-
-
-def _exchange(path: Path, question: Mapping[str, Any]) -> dict[str, Any]:
-    with gevent.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-        connection.settimeout(5.0)
-        connection.connect(str(path))
-        connection.sendall(json.dumps(question).encode() + b"\n")
-        with connection.makefile("r") as lines:
-            answer = json.loads(lines.readline(LONGEST_COMMAND))
-    if not isinstance(answer, dict):
-        raise ValueError(f"{path.name} answered {answer!r}")
     return answer
 
 

@@ -280,6 +280,9 @@ class Host(Protocol):
     def power_off(self, pid: int) -> None:
         """End that process, and return when it has ended. No such process is fine."""
 
+    def plug(self, name: str, mac: str, static_ip: str) -> None:
+        """The network card of the running VM of that name is another one now, or gone (both "")."""
+
     def argv_of(self, pid: int) -> tuple[str, ...]:
         """The command line of a living process; () when it is dead, a zombie or not there."""
 

@@ -382,11 +382,6 @@ class _InProcess(Tool):
 class _Cocoon(_InProcess, FakeCocoon):
     """cocoon as a function."""
 
-    def plugged(self, record: Mapping[str, Any]) -> None:
-        card = (record.get("network_configs") or [{}])[0]
-        guest = self.host.guest(record["config"]["name"])
-        guest.plug(card.get("mac", ""), card.get("network", {}).get("ip", ""))
-
 
 class _CocoonMacos(_InProcess, FakeCocoonMacos):
     """cocoon-macos as a function."""
@@ -555,6 +550,9 @@ class FakeHost:
             self.note("host", "power off", guest.name, {"pid": pid})
         if guest or self.argv_of(pid)[:1] == (QEMU,):  # never a stranger that was given the pid
             self.end_process(pid)
+
+    def plug(self, name: str, mac: str, static_ip: str) -> None:
+        self.guest(name).plug(mac, static_ip)
 
     def argv_of(self, pid: int) -> tuple[str, ...]:
         process = self._table.get(pid)

@@ -161,8 +161,15 @@ class LiveStage(Stage):
         """namespace/name of the pod that the VM is for; a VM of no pod is itself."""
         return next((key for key in self._announced if self.vm_of(key) == vm_name), vm_name)
 
+    def _vm_with(self, mac: str) -> str:
+        """The VM that was given a network card with this address after its power-on; a MAC of no VM is itself."""
+        for record in (self.host.cocoon.host.storage.read("cocoon/vms.json") or {}).values():
+            if any(normalize_mac(card["mac"]) == mac for card in record.get("network_configs", ())):
+                return str(record["config"]["name"])
+        return mac
+
     def _lease_changed(self, mac: str, ip: str) -> None:
-        key = self._pod_of(self._macs.get(mac, mac))
+        key = self._pod_of(self._macs.get(mac) or self._vm_with(mac))
         self.record("lease", "granted" if ip else "gone", key, {"ip": ip} if ip else {})
 
     def _listen(self) -> None:

@@ -11,7 +11,7 @@ Everything lives in one home directory, which goes away with the namespace. File
     bin/cocoon, bin/cocoon-macos    the command lines        dhcp.sock     where a guest asks for its address
     leases.json, cocoon-net.sock    cocoon-net's             power.sock    what keeps the guests alive
     kubeconfig                      for daemon and kubectl   network.json  the bridge's name, if there is one
-    status.sock                     for vk-cocoon status
+    status.sock                     for vk-cocoon status          power-on.sock   where a guest's process is had
     guests/                         GuestSpecs and control sockets of the live guests
     vk-cocoon.log                   the daemon's log
 
@@ -38,6 +38,7 @@ from typing import Any
 import gevent.socket
 from gevent import subprocess
 from gevent.event import Event
+from gevent.lock import BoundedSemaphore
 from gevent.pool import Group, Pool
 from gevent.server import StreamServer
 
@@ -76,13 +77,15 @@ class Place:
 
 
 class GuestNetwork:
-    """What guests need around them: a bridge, addresses by DHCP from a fake cocoon-net, and power."""
+    """What guests need around them: a bridge, addresses by DHCP from a fake cocoon-net, processes, and power."""
 
     def __init__(self, place: Place, clock: Clock) -> None:
         self.place = place
         self._servers: list[StreamServer] = []
         leases, network = place.home / "leases.json", str(place.network)
         self.cocoon_net = FakeCocoonNet(leases, clock, rng=random.Random(), network=network, lease_seconds=int(LEASE_S))
+        self.starter: subprocess.Popen[bytes] | None = None  # simulator.guest_starter, while the network stands
+        self._one_order = BoundedSemaphore()
 
     def start(self) -> None:
         home = self.place.home
@@ -95,11 +98,20 @@ class GuestNetwork:
         self.cocoon_net.start()
         self._serve("dhcp.sock", self._lease)
         self._serve("power.sock", self._power)
+        self.starter = self._start_starter()
+        self._serve("power-on.sock", self._power_on)
 
     def close(self) -> None:
         """Every guest loses its power."""
         for server in self._servers:
             server.stop(timeout=0)
+        if self.starter is not None:
+            assert self.starter.stdin
+            assert self.starter.stdout
+            self.starter.kill()  # it may never have got as far as reading that nothing more comes
+            self.starter.wait()
+            self.starter.stdin.close()
+            self.starter.stdout.close()
         self.cocoon_net.close()
 
     def _serve(self, name: str, handler: Callable[[gevent.socket.socket, Any], None]) -> None:
@@ -122,6 +134,31 @@ class GuestNetwork:
                 answer = {"ip": ip, "prefix": place.network.prefixlen, "gateway": place.gateway, "lease_s": LEASE_S}
                 with contextlib.suppress(OSError):  # it did not wait, and will ask again
                     connection.sendall(json.dumps(answer).encode() + b"\n")
+
+    def _start_starter(self) -> subprocess.Popen[bytes]:
+        with (self.place.home / "guest-starter.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "simulator.guest_starter"],
+                env=namespaces.environment(**{namespaces.MARK: os.environ.get(namespaces.MARK, "")}),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+
+    def _power_on(self, connection: gevent.socket.socket, _: object) -> None:
+        """One order to simulator.guest_starter, whose answers come in the order of its orders."""
+        assert self.starter
+        orders, answers = self.starter.stdin, self.starter.stdout
+        assert orders
+        assert answers
+        with connection, connection.makefile("rb") as lines, contextlib.suppress(OSError):
+            order = lines.readline()
+            with self._one_order:
+                orders.write(order)
+                orders.flush()
+                answer = answers.readline()
+            connection.sendall(answer)
 
     @staticmethod
     def _power(connection: gevent.socket.socket, _: object) -> None:

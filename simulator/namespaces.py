@@ -43,6 +43,7 @@ __all__ = [
     "die_with_parent",
     "environment",
     "free_directory",
+    "lay_cable",
     "leave_network",
     "open_network",
     "sweep",
@@ -119,23 +120,29 @@ def open_network(bridge: str, address: str, prefix: int) -> None:
         links.add_address(socket.if_nametoindex(bridge), address, prefix)
 
 
-def leave_network(bridge: str, cable: str, mac: str) -> Netlink:
-    """Move this process to a network namespace of its own, on a cable to `bridge`.
+def leave_network() -> tuple[Netlink, Netlink]:
+    """Move this process to a network namespace of its own, where `lo` is up and nothing else is there.
 
-    Returns the netlink socket of the new namespace, where `lo` is up and the cable's end `eth0` (its address is `mac`)
-    is still down. `cable` is the name of the bridge's end. Raises Refused or OSError.
+    Returns the netlink socket of the namespace it left and that of its own. Raises Refused or OSError.
     """
-    master = socket.if_nametoindex(bridge)
-    with contextlib.closing(Netlink()) as outside:
-        _unshare("new network namespace", _CLONE_NEWNET)
-        inside = Netlink()
-        inside.set_up("lo")
-        here = os.open("/proc/self/ns/net", os.O_RDONLY)
-        try:
-            outside.add_veth(cable, master=master, peer="eth0", peer_mac=mac, peer_namespace=here)
-        finally:
-            os.close(here)
-    return inside
+    outside = Netlink()
+    _unshare("new network namespace", _CLONE_NEWNET)
+    inside = Netlink()
+    inside.set_up("lo")
+    return outside, inside
+
+
+def lay_cable(outside: Netlink, master: int, cable: str, mac: str) -> None:
+    """Plug this process's network namespace into the bridge with index `master` in the namespace of `outside`.
+
+    `cable` is the name of the bridge's end. Ours is called `eth0`, has the address `mac` and is still down. Raises
+    OSError.
+    """
+    here = os.open("/proc/self/ns/net", os.O_RDONLY)
+    try:
+        outside.add_veth(cable, master=master, peer="eth0", peer_mac=mac, peer_namespace=here)
+    finally:
+        os.close(here)
 
 
 # The watcher and its init -----------------------------------------------------------------------------------------
@@ -328,7 +335,8 @@ def _marked(token: str) -> Iterator[int]:
 
 def _try_network() -> None:
     open_network("cni0", "10.88.0.1", 24)
-    leave_network("cni0", "tap1", "0a:58:0a:58:00:02").close()
+    master = socket.if_nametoindex("cni0")
+    lay_cable(leave_network()[0], master, "tap1", "0a:58:0a:58:00:02")
     with _step("open a raw ICMP socket"):
         socket.socket(socket.AF_INET, socket.SOCK_RAW, socket.IPPROTO_ICMP).close()
 

@@ -6,7 +6,7 @@ netlink socket keeps acting on the namespace it was opened in, so a guest opens 
 namespace and one after.
 
 Every call returns when the kernel has acknowledged it and raises OSError, naming what was asked, when it refuses.
-Nothing needs to be undone: links vanish with the namespace that holds either end.
+Nothing needs to be undone at the end: links vanish with the namespace that holds either end.
 """
 
 import os
@@ -16,7 +16,7 @@ from collections.abc import Iterable
 
 __all__ = ["Netlink"]
 
-_RTM_NEWLINK, _RTM_NEWADDR, _RTM_DELADDR, _RTM_NEWROUTE, _RTM_DELROUTE = 16, 20, 21, 24, 25
+_RTM_NEWLINK, _RTM_DELLINK, _RTM_NEWADDR, _RTM_DELADDR, _RTM_NEWROUTE, _RTM_DELROUTE = 16, 17, 20, 21, 24, 25
 _NLMSG_ERROR = 2
 _NLM_F_REQUEST, _NLM_F_ACK, _NLM_F_EXCL, _NLM_F_CREATE = 0x1, 0x4, 0x200, 0x400
 _CREATE = _NLM_F_CREATE | _NLM_F_EXCL
@@ -71,6 +71,10 @@ class Netlink:
     def set_up(self, name: str) -> None:
         """Like `ip link set NAME up`."""
         self._ask(f"set {name} up", _RTM_NEWLINK, 0, _link(up=True) + _text(_IFLA_IFNAME, name))
+
+    def remove_link(self, name: str) -> None:
+        """Of a cable the other end goes, too."""
+        self._ask(f"remove {name}", _RTM_DELLINK, 0, _link() + _text(_IFLA_IFNAME, name))
 
     def add_address(self, index: int, address: str, prefix: int) -> None:
         """Give the link with this index an IPv4 address."""

@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 SPREAD_S = 5.0  # starts are spread evenly over one steady pause
 AT_A_TIME = 8  # guests on their way
+LOOK_S = 0.05  # between two looks whether a guest is up
 WINDOW_S = 10.0  # two steady probes of every pod
 
 Row = dict[str, Any]
@@ -485,8 +486,8 @@ def power_guests_on(home: str, guests: int) -> Row:
 
     clock, place = SystemClock(), Place(Path(home), bridged=True)
     network, host, pinger, group = GuestNetwork(place, clock), LiveHost(home), open_pinger(), Pool(AT_A_TIME)
-    network.start()
     begin, spec = clock.monotonic(), json.dumps({"boot_s": 0.0, "lease_s": 0.0})
+    network.start()
 
     def bring_up(number: int) -> None:
         name, mac = f"vm-{number}", mac_of(number)
@@ -495,10 +496,10 @@ def power_guests_on(home: str, guests: int) -> Row:
         host.power_on(Machine(name=name, vm_id=name, mac=mac, os="linux", argv=argv))
         while True:
             try:
-                pinger.ping(network.cocoon_net.address(mac), Deadline(clock, 1.0))
+                pinger.ping(network.cocoon_net.address(mac), Deadline(clock, LOOK_S))
                 return
             except PingError:
-                clock.sleep(0.1)
+                clock.sleep(LOOK_S)
 
     for number in range(guests):
         spawn(group, f"guest {number}", bring_up, number)  # waits for its turn
@@ -642,8 +643,8 @@ def guests() -> str:
         rows.append((f"{count}", "namespaces are refused" if row["refused"] else f"{row['seconds']:.1f}"))
     return (
         "Guests of the playground, each a process in a network namespace of its own, without a boot, eight on their "
-        "way at a time as the daemon makes them: until each has answered an echo. What it takes is the start of as "
-        "many Python processes.\n\n" + table(*rows)
+        "way at a time as the daemon makes them: from the start of their network, and of the process that forks them, "
+        "until each has answered an echo.\n\n" + table(*rows)
     )
 
 

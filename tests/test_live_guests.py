@@ -83,6 +83,25 @@ class Station:
         guest.ip = guest.tell(status=True)["ip"]
         return guest
 
+    def power_on(self, name, mac, program="cloud-hypervisor", os_name="linux"):
+        """As the fake command lines do it; the pid."""
+        from simulator.fake_executables import LiveHost
+        from simulator.fake_tools import Machine
+
+        (self.home / "guests" / f"{name}.json").write_text(json.dumps({"boot_s": 0.0, "lease_s": 0.0}))
+        argv = (program, "-pidfile", f"{self.home}/{program}.pid")
+        return LiveHost(self.home).power_on(Machine(name=name, vm_id=name, mac=mac, os=os_name, argv=argv))
+
+    def forked(self, name, mac):
+        from simulator.fake_guests import tell
+
+        self.power_on(name, mac)
+        guest = LiveGuest(name, None, lambda **order: tell(self.home, name, order))
+        self.until(lambda: guest.answers() and guest.tell(status=True)["ip"])
+        guest.ip = guest.tell(status=True)["ip"]
+        self.until(lambda: self.echoes(guest, 0.2))
+        return guest
+
     def deadline(self, seconds=1.0):
         from vkcocoon_probes import Deadline
 
@@ -131,6 +150,14 @@ class LiveGuest:
         with contextlib.suppress(OSError):
             return bool(self.tell(status=True))
         return False
+
+
+def parent(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def alive(pid):
+    return Path(f"/proc/{pid}").exists()
 
 
 @inside
@@ -379,6 +406,70 @@ def test_a_renewal_that_brings_another_address_moves_the_guest_and_its_ports(sta
 
 
 @inside
+def test_another_network_card_has_another_address_and_everything_is_as_after_a_boot(station):
+    guest = station.guest(ports=[3389])
+    before = guest.ip
+    assert guest.tell(mute=True, open=5986)["mute"]
+    assert guest.tell(plug="0a:58:0a:58:00:99")["mac"] == "0a:58:0a:58:00:99"
+    station.until(lambda: guest.tell(status=True)["ip"])
+    status = guest.tell(status=True)
+    guest.ip = status["ip"]
+    assert guest.ip == station.network.cocoon_net.address("0a:58:0a:58:00:99") != before
+    assert (status["mute"], status["ports"]) == (False, [3389])
+    station.until(lambda: station.echoes(guest, 0.2))
+    assert station.accepts(guest, 3389)
+    neighbors = Path("/proc/net/arp").read_text().split()
+    assert neighbors[neighbors.index(guest.ip) + 3] == "0a:58:0a:58:00:99"
+    guest.ip = before
+    assert not station.echoes(guest, 0.3)
+
+
+@inside
+def test_a_guest_without_a_network_card_is_out_of_reach_until_it_gets_one(station):
+    from simulator.fake_guests import GuestError
+
+    guest = station.guest()
+    links = len(socket.if_nameindex())
+    assert guest.tell(plug="")["ip"] == ""
+    assert len(socket.if_nameindex()) == links - 1, "the cable is gone"
+    assert not station.echoes(guest, 0.3)
+    with pytest.raises(GuestError, match="no network card"):
+        guest.tell(renew=True)
+    guest.tell(plug="0a:58:0a:58:00:98")
+    station.until(lambda: guest.tell(status=True)["ip"])
+    guest.ip = guest.tell(status=True)["ip"]
+    station.until(lambda: station.echoes(guest, 0.2))
+
+
+@inside
+def test_cocoon_changes_the_network_card_of_a_running_guest(station):
+    from simulator.fake_executables import LiveHost
+    from simulator.fake_guests import tell
+
+    host = LiveHost(station.home)
+    (station.home / "guests" / "web-0.json").write_text(json.dumps({"boot_s": 0.0, "lease_s": 0.0}))
+    assert host.cocoon.run(["vm", "clone", "base", "--name", "web-0"]).returncode == 0
+    guest = LiveGuest("web-0", None, lambda **order: tell(station.home, "web-0", order))
+
+    def mac():
+        return [card["mac"] for card in host.cocoon.record("web-0")["network_configs"]]
+
+    def comes_up():
+        return guest.answers() and guest.tell(status=True)["ip"] == station.network.cocoon_net.address(mac()[0])
+
+    station.until(comes_up)
+    first, pid = mac(), guest.tell(status=True)["pid"]
+    assert host.cocoon.run(["vm", "net", "--nics", "0", "web-0"]).returncode == 0
+    assert mac() == [] and guest.tell(status=True)["ip"] == ""
+    assert host.cocoon.run(["vm", "net", "--nics", "1", "web-0"]).returncode == 0
+    assert mac() != first
+    station.until(comes_up)
+    guest.ip = guest.tell(status=True)["ip"]
+    station.until(lambda: station.echoes(guest, 0.2))
+    assert guest.tell(status=True)["pid"] == pid
+
+
+@inside
 def test_a_wrong_command_is_answered_and_does_no_harm(station):
     from simulator.fake_guests import GuestError, tell
 
@@ -394,8 +485,61 @@ def test_a_wrong_command_is_answered_and_does_no_harm(station):
 @inside
 def test_a_guest_dies_with_the_power(station):
     guest = station.guest()
+    forked = station.power_on("vm-2", "0a:58:0a:58:00:22")
     station.network.close()
     assert guest.process.wait(timeout=5) == 0
+    station.until(lambda: not alive(forked))
+
+
+@inside
+def test_guests_are_forked_by_one_process_that_stays_without_threads(station):
+    linux = station.power_on("vm-1", "0a:58:0a:58:00:21", "cloud-hypervisor", "linux")
+    mac = station.power_on("vm-2", "0a:58:0a:58:00:22", "qemu-system-x86_64", "macos")
+    starter = station.network.starter
+    assert parent(linux) == parent(mac) == starter.pid
+    assert os.listdir(f"/proc/{starter.pid}/task") == [str(starter.pid)]
+    for pid, program, os_name in ((linux, "cloud-hypervisor", "linux"), (mac, "qemu-system-x86_64", "macos")):
+        argv = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+        assert argv[0] == program and argv[-3:] == ["-pidfile", f"{station.home}/{program}.pid", ""]
+        assert argv[argv.index("--os") + 1] == os_name
+        assert Path(f"/proc/{pid}/exe").readlink() == Path(f"/proc/{starter.pid}/exe").readlink()
+        assert os.getsid(pid) == pid != starter.pid
+        station.until(lambda pid=pid: os.readlink(f"/proc/{pid}/ns/net") != os.readlink("/proc/self/ns/net"))
+        opened = [os.readlink(f"/proc/{pid}/fd/{number}") for number in range(3)]
+        assert opened[0] == os.devnull and opened[1] == opened[2] and opened[1].endswith(".log")
+
+
+@inside
+def test_a_forked_guest_answers_and_when_it_dies_it_is_gone_at_once(station):
+    guest = station.forked("vm-1", "0a:58:0a:58:00:21")
+    pid = guest.tell(status=True)["pid"]
+    assert station.echoes(guest)
+    os.kill(pid, signal.SIGKILL)
+    station.until(lambda: not alive(pid))  # nor a zombie, which would look alive
+
+
+@inside
+def test_guests_outlive_the_process_that_forked_them_and_go_on_being_started_without_it(station):
+    guest = station.forked("vm-1", "0a:58:0a:58:00:21")
+    station.network.starter.kill()
+    station.network.starter.wait()
+    assert station.echoes(guest)
+    other = station.forked("vm-2", "0a:58:0a:58:00:22")
+    assert station.echoes(other)
+    mine = [Path(f"/proc/{each.tell(status=True)['pid']}/cmdline").read_text().split("\0") for each in (guest, other)]
+    same = [[word for word in argv if not word.startswith(("vm-", "0a:"))] for argv in mine]
+    assert same[0] == same[1], "nobody can tell how a guest was started"
+
+
+@inside
+def test_a_guest_that_cannot_show_its_command_line_is_not_there(station):
+    """As on a kernel without CONFIG_CHECKPOINT_RESTORE: then each guest is a Python of its own."""
+    from simulator.telling import ask
+
+    answer = ask(station.home / "power-on.sock", {"argv": ["x"], "log": str(station.home / "no" / "directory")})
+    assert "No such file" in answer["error"]
+    starter = station.network.starter.pid
+    station.until(lambda: Path(f"/proc/{starter}/task/{starter}/children").read_text() == "")
 
 
 @inside

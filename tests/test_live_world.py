@@ -1,17 +1,23 @@
 """The live world's parts: the daemon as a supervised process, orders to guests by annotation, where a world stands."""
 
 import os
+import random
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from simulator import guest_orders, live_world
 from simulator.cluster_view import pod_row
+from simulator.fake_executables import LiveHost
 from simulator.fake_guests import GuestError
+from simulator.fake_leases import FakeCocoonNet
 from simulator.guest_orders import GuestOrders, parse_order
+from simulator.live_clock import LiveClock
 from simulator.live_clusters import Cluster
+from simulator.live_stage import LiveStage
 from simulator.live_world import DaemonProcess, LiveWorld, Place
 from vkcocoon_probes import SystemClock
 
@@ -288,3 +294,27 @@ def test_an_order_is_answered_on_the_screen_whether_it_worked_or_not(guests):
     assert guests.said[0][1] == "default/linux-0 was told 'silent': ip \"10.88.0.5\", echo false, ports [], banner null"
     assert "there are" in guests.said[1][1]
     assert "No such file" in guests.said[2][1]
+
+
+# What is seen -----------------------------------------------------------------------------------------------------
+
+
+def test_a_lease_of_a_card_that_a_vm_got_while_it_ran_is_told_under_its_name(tmp_path):
+    cocoon_net = FakeCocoonNet(tmp_path / "leases.json", CLOCK, rng=random.Random(0), network="127.88.0.0/24")
+    world = SimpleNamespace(
+        node="n",
+        place=Place(tmp_path, bridged=False),
+        network=SimpleNamespace(cocoon_net=cocoon_net),
+        cluster=SimpleNamespace(api=None, kube=None),
+    )
+    stage = LiveStage(world, LiveClock(lambda owner, error: None), None)
+    try:
+        stage.begin()
+        with LiveHost(tmp_path).storage.edit("cocoon/vms.json", dict) as records:
+            card = {"mac": "0A:58:00:00:00:02"}
+            records["ID"] = {"id": "ID", "config": {"name": "vk-default-web-0"}, "network_configs": [card]}
+        for mac in ("0a:58:00:00:00:02", "0a:58:00:00:00:03"):
+            cocoon_net.request(mac)
+        assert [entry.key for entry in stage.timeline.of(actor="lease")] == ["vk-default-web-0", "0a:58:00:00:00:03"]
+    finally:
+        stage.close()
