@@ -108,6 +108,7 @@ class FakeCocoon(Tool):
 
     def __init__(self, host: Host) -> None:
         super().__init__(host)
+        self._listed: tuple[object, str] = None, ""  # what the newest JSON list was made of, and its text
         self._performers: dict[str, Callable[[Parsed, Call], Outcome]] = {
             "vm run": self._run_vm,
             "vm clone": self._clone,
@@ -478,12 +479,20 @@ class FakeCocoon(Tool):
         records = list(self._all().values())  # kept in the order of their creation
         if not records and self.empty_sentence:
             return Outcome(0, "No VMs found.\n")
+        if parsed["output"] == "json":
+            # Many VMs are much to write, and where nothing has changed it would be the same again.
+            at = self.host.storage.version(self.PROGRAM), self.host.census(), self.list_hides_stale
+            if at != self._listed[0]:
+                self._listed = at, pretty(self._views(records))
+            return Outcome(0, self._listed[1])
+        lines = [f"{view['id']}  {view['config']['name']}  {view['state']}\n" for view in self._views(records)]
+        return Outcome(0, "".join(lines))
+
+    def _views(self, records: list[Record]) -> list[Record]:
         shown = [self._shown(record) for record in records]
         if self.list_hides_stale:
             shown = [{**view, "state": record["state"]} for view, record in zip(shown, records, strict=True)]
-        if parsed["output"] == "json":
-            return Outcome(0, pretty(shown))
-        return Outcome(0, "".join(f"{view['id']}  {view['config']['name']}  {view['state']}\n" for view in shown))
+        return shown
 
     def _exec(self, parsed: Parsed, _call: Call) -> Outcome:
         ref, *command = parsed.operands
