@@ -31,6 +31,7 @@ SPREAD_S = 5.0  # starts are spread evenly over one steady pause
 AT_A_TIME = 8  # guests on their way
 LOOK_S = 0.05  # between two looks whether a guest is up
 WINDOW_S = 10.0  # two steady probes of every pod
+TURNS = 5  # of what is compared with something else in one process
 
 Row = dict[str, Any]
 
@@ -235,8 +236,10 @@ printf '"config": {"name": "%s"}, "pid": %s, "network_configs": [{"mac": "%s"}]}
 """
 
 
-def measure_creates(pods: int) -> Row:
-    """That many pods created at once beside as many that are probed, by real processes of a tool of shell."""
+@contextmanager
+def providing(pods: int, observer: Callable[..., None]) -> Iterator[Any]:
+    """The provider with that many pods whose guests have addresses of 127/8, each steadily probed, and its clock. The
+    lease file has as many rows again; `cocoon` is a tool of shell."""
     make_cooperative()
     import logging
 
@@ -244,22 +247,15 @@ def measure_creates(pods: int) -> Row:
 
     logging.disable()
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))
-    from gevent.pool import Group
-
     from simulator.clock import VirtualClock
     from simulator.fake_kube import FakeKube
     from vkcocoon import Ports, Provider
     from vkcocoon_net import open_pinger
-    from vkcocoon_probes import SystemClock, spawn
+    from vkcocoon_probes import SystemClock
     from vkcocoon_settings import Settings
     from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
 
-    clock, late, measuring, most = SystemClock(), [], False, 0
-
-    def observer(agent: Any, result: object, lateness: float, took: float) -> None:
-        if measuring:
-            late.append(lateness)
-
+    clock = SystemClock()
     with tempfile.TemporaryDirectory() as directory:
         tool = Path(directory) / "cocoon"
         tool.write_text(TOOL)
@@ -274,12 +270,34 @@ def measure_creates(pods: int) -> Row:
             pinger=pinger,
             on_probe=observer,
         )
-        provider = Provider(Settings(leases_path=str(leases), state_dir=directory, node_ip="127.0.0.1"), ports)
-        begin = clock.monotonic()
+        settings = Settings(leases_path=str(leases), state_dir=directory, node_ip="127.0.0.1")
+        provider, begin = Provider(settings, ports), clock.monotonic()
         for number in range(pods):
             clock.sleep(begin + SPREAD_S * number / pods - clock.monotonic())
             provider.create_pod(bench_pod(number, {"vm.cocoonstack.io/id": "x", "vm.cocoonstack.io/ip": ip_of(number)}))
         clock.sleep(SPREAD_S)
+        try:
+            yield provider, ports
+        finally:
+            provider.close()
+            pinger.close()
+            unused.close()
+
+
+def measure_creates(pods: int) -> Row:
+    """That many pods created at once beside as many that are probed, by real processes of a tool of shell."""
+    late, measuring, most = [], False, 0
+
+    def observer(agent: Any, result: object, lateness: float, took: float) -> None:
+        if measuring:
+            late.append(lateness)
+
+    with providing(pods, observer) as (provider, ports):
+        from gevent.pool import Group
+
+        from vkcocoon_probes import spawn
+
+        clock = ports.clock
         group, measuring, begin = Group(), True, clock.monotonic()
         cloned = {"cocoonset.cocoonstack.io/managed": "true", "cocoonset.cocoonstack.io/image": "base"}
         for number in range(pods, 2 * pods):
@@ -290,12 +308,55 @@ def measure_creates(pods: int) -> Row:
         seconds, measuring = clock.monotonic() - begin, False
         statuses = [provider.get_pod_status("default", f"pod-{number}") or {} for number in range(pods, 2 * pods)]
         ready = sum(status["conditions"][1]["status"] == "True" for status in statuses)
-        provider.close()
-        pinger.close()
-        unused.close()
     cuts = statistics.quantiles(late, n=100)
     row = {"seconds": seconds, "processes": most, "ready": ready, "probes": len(late), "degraded": degraded()}
     return row | {"p50": cuts[49] * 1e3, "p99": cuts[98] * 1e3, "max": max(late) * 1e3}
+
+
+def measure_record(pods: int) -> Row:
+    """CPU time per steady probe of one provider, in turns without and with a recorder that looks on.
+
+    In turns, because a machine that others use is quicker in one minute than in the next.
+    """
+    probes = 0
+    look: Callable[..., None] = lambda *_: None  # noqa: E731
+
+    def observer(*probe: object) -> None:
+        nonlocal probes
+        probes += 1
+        look(*probe)
+
+    def window(clock: Any) -> float:
+        nonlocal probes
+        probes, before = 0, time.process_time()
+        clock.sleep(SPREAD_S)
+        return (time.process_time() - before) / probes * 1e6
+
+    without, recorded, entries = [], [], 0
+    with providing(pods, observer) as (provider, ports), tempfile.TemporaryDirectory() as directory:
+        from dataclasses import replace
+
+        from vkcocoon_recorder import Recorder
+        from vkcocoon_settings import Settings
+
+        settings = Settings(record=directory, leases_path=str(Path(directory) / "none"), node_name="bench")
+        for _ in range(TURNS):
+            without.append(window(ports.clock))
+            recorder = Recorder(settings, ports.clock, version="bench")
+            look = recorder.observe(replace(ports, on_probe=lambda *_: None)).on_probe
+            recorder.start(provider, lambda pod: None)
+            ports.clock.sleep(SPREAD_S)  # its file begins with all there is, and with the first probe of each
+            recorded.append(window(ports.clock))
+            look = lambda *_: None  # noqa: E731
+            recorder.close()
+        entries = sum(len(path.read_text().splitlines()) for path in Path(directory).iterdir()) // TURNS
+    return {
+        "without_us": statistics.median(without),
+        "with_us": statistics.median(recorded),
+        "ratio": statistics.median(after / before for before, after in zip(without, recorded, strict=True)),
+        "entries": entries,
+        "degraded": degraded(),
+    }
 
 
 def bench_pod(number: int, annotations: dict[str, str]) -> Any:
@@ -584,6 +645,18 @@ def creates() -> str:
     )
 
 
+def record() -> str:
+    rows = [("pods", "probe", "CPU µs per probe", "the same, recorded", "ratio", "entries written")]
+    for pods in (100, 1_000):
+        row = in_child(measure_record, (pods,))  # which measures in turns by itself
+        figures = (f"{row['without_us']:.0f}", f"{row['with_us']:.0f}", f"{row['ratio']:.2f}", f"{row['entries']:.0f}")
+        rows.append((f"{pods:,}", what(row), *figures))
+    return (
+        "`vk-cocoon run --record`: CPU time of the process per steady probe of the provider, in turns of 5 s without "
+        "and with a recorder. An entry is written for what is another answer than the one before.\n\n" + table(*rows)
+    )
+
+
 def virtual() -> str:
     rows = [("what", "pods", "probes", "ready at the end", "wall s", "CPU s")]
     loop = medians(measure_virtual_loop, 256, times=3)
@@ -653,6 +726,7 @@ BENCHES = {
     "creates": creates,
     "cpu": cpu,
     "memory": memory,
+    "record": record,
     "virtual": virtual,
     "runs": runs,
     "scrape": scrape,
