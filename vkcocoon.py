@@ -159,13 +159,17 @@ class Provider:
     def update_pod(self, pod: Pod) -> None:
         """Take the pod's new wishes: hibernate, wake, a newer generation; an unknown pod is created.
 
-        Annotations that the probe reads (the probe port) take effect at its next tick (O2).
+        Annotations that the probe reads (the probe port) take effect at its next tick (O2); an unmanaged pod that is
+        pointed at another VM or address is probed there before it is published. Raises SpecError for one that is
+        pointed at nothing: it stays with what it had.
         """
         if pod["metadata"]["uid"] not in self._pods:
             return self.create_pod(pod)
         entry = self._settled(pod)
         if entry.vm is None and not entry.hibernated:
             return self.create_pod(pod)
+        if self._creation.points_elsewhere(entry):
+            self._setup.bind(entry, self._creation.pointed_at(entry), "unmanaged")
         self._hibernation.apply(entry)
         self._removal.release_earlier(entry)
         return self._publication.publish(entry)

@@ -72,6 +72,12 @@ class Creation:
         self._check(entry)
         return self._unmanaged_vm(entry)
 
+    def points_elsewhere(self, entry: TrackedPod) -> bool:
+        """Was an unmanaged pod edited since, to stand for another VM or another address?"""
+        if entry.spec.managed or entry.vm is None:
+            return False
+        return (entry.vm.id, entry.ip) != _pointer(entry)
+
     def woken(self, entry: TrackedPod) -> VM:
         """The VM that was hibernated here, cloned from its snapshot; the caller holds its lock."""
         entry.spec.check_cpu_class(self._work.settings.snapshot_cpu_class)
@@ -154,8 +160,7 @@ class Creation:
     # --- making it ------------------------------------------------------------------------------------------------
 
     def _unmanaged_vm(self, entry: TrackedPod) -> VM:
-        annotations = entry.spec.annotations
-        vm_id, ip = annotations.get(ANNOTATION_ID, ""), annotations.get(ANNOTATION_IP, "")
+        vm_id, ip = _pointer(entry)
         if not vm_id or not is_unicast_ipv4(ip):
             raise SpecError(
                 f"an unmanaged pod needs {ANNOTATION_ID} and {ANNOTATION_IP} (a dotted IPv4 address); "
@@ -273,3 +278,9 @@ def _explained(spec: PodSpec, order: CloneSpec, error: CommandError) -> CommandE
         f"the hibernated state of VM {spec.vm_name} is not on this host: without a registry a VM can only wake where "
         "it was hibernated"
     )
+
+
+def _pointer(entry: TrackedPod) -> tuple[str, str]:
+    """The id and the address that the annotations of an unmanaged pod name; "" for none."""
+    annotations = entry.spec.annotations
+    return annotations.get(ANNOTATION_ID, ""), annotations.get(ANNOTATION_IP, "")

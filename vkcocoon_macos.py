@@ -100,8 +100,11 @@ class QemuKeeper:
         """None while the process is alive and its MAC is known, else the failed probe; asks for the restart or the
         re-inspection that is due. Never blocks: called from the probe."""
         guest = self._guests.setdefault(vm.id, _Guest(vm.name))
-        if not self._cli.alive(vm):
-            return self._dead(guest, vm, owner)
+        try:
+            if not self._cli.alive(vm):
+                return self._dead(guest, vm, owner)
+        except CommandError as error:
+            return ProbeResult(False, Reason.PROBE_ERROR, f"whether qemu of {vm.name} runs is not known: {error}")
         if vm.mac:
             return None
         if not guest.working and self._clock.monotonic() >= guest.inspect_at:

@@ -25,7 +25,7 @@ import socket as socket_names
 import stat
 import struct
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -113,6 +113,7 @@ def normalize_mac(text: str) -> str:
 
 # A ctime moves in steps of the kernel's tick (10 ms at most), so a later write may leave a young one as it is (L6).
 _YOUNG_NS = 50_000_000
+_MOST_BYTES = 8 * 1024 * 1024  # a /16 full of leases; parsing more would hold every greenlet for over half a second
 # A writer that truncates in place is caught half-way again and again; only a state that stays is news.
 _TORN_REPEAT_S = 60.0
 
@@ -210,7 +211,7 @@ class LeaseFile:
         try:
             # CLOCK_REALTIME is the clock the kernel takes the ctime from.
             age = time.clock_gettime_ns(time.CLOCK_REALTIME) - status.st_ctime_ns
-            content = _read_to_the_end(descriptor, status.st_size)
+            content = _read_to_the_end(descriptor, status.st_size, most=_MOST_BYTES + 1)
         finally:
             os.close(descriptor)
         self._stamp, self._settled = _stamp(status), age >= _YOUNG_NS
@@ -218,6 +219,8 @@ class LeaseFile:
             return
         self._content = content
         try:
+            if len(content) > _MOST_BYTES:
+                raise _NotATable(f"is longer than {_MOST_BYTES >> 20} MiB")
             self._table = _parse(content)
             self._verdict = ""
         except _NotATable as error:
@@ -264,11 +267,12 @@ def _open_regular(path: str) -> tuple[int, os.stat_result]:
     raise OSError(errno.EINVAL, "not a regular file")
 
 
-def _read_to_the_end(descriptor: int, expected: int) -> bytes:
-    """All there is, which may be more or less than was expected: the file may be changing."""
-    parts = []
-    while part := os.read(descriptor, expected + 1):
+def _read_to_the_end(descriptor: int, expected: int, *, most: int) -> bytes:
+    """All there is up to ``most`` bytes, which may be more or less than was expected: the file may be changing."""
+    parts, left = [], most
+    while left and (part := os.read(descriptor, min(expected + 1, left))):
         parts.append(part)
+        left -= len(part)
         expected = max(expected - len(part), 4096)
     return b"".join(parts)
 
@@ -628,6 +632,7 @@ def _describe(kind: int, code: int) -> str:
 
 # An SSH server may greet before its banner (RFC 4253 section 4.2); this much of it is read (decision O3).
 _BANNER_BYTES = 8192
+_BREATH_S = 0.01
 
 
 def tcp_accepts(ip: str, port: int, deadline: Remaining) -> None:
@@ -646,17 +651,22 @@ def ssh_banner(ip: str, deadline: Remaining, port: int = 22) -> str:
     came before the deadline, ConnectionError when the other side spoke otherwise or hung up.
     """
     with _dial(ip, port, deadline) as connection:
-        received = b""
-        while len(received) < _BANNER_BYTES:
+        said: list[bytes] = []  # its lines; the last one is not complete
+        left = _BANNER_BYTES
+        while left:
             connection.settimeout(_time_left(deadline))
-            piece = connection.recv(_BANNER_BYTES - len(received))
-            received += piece
-            banner = _find_banner(received, ended=not piece)
-            if banner:
-                return banner
+            piece = connection.recv(left)
+            left -= len(piece)
+            *whole, rest = ((said.pop() if said else b"") + piece).split(b"\n")
+            said += [*whole, rest]
+            for line in whole if piece else (*whole, rest):
+                if line.startswith(b"SSH-"):
+                    return line.rstrip(b"\r").decode("ascii", "backslashreplace")
             if not piece:
-                raise ConnectionAbortedError(errno.ECONNABORTED, _no_banner(received))
-    raise ConnectionAbortedError(errno.ECONNABORTED, _no_banner(received))
+                break
+            # Who trickles byte by byte is not worth waking up for each; what comes meanwhile is one piece.
+            gevent.sleep(min(_BREATH_S, _time_left(deadline)))  # noqa: TID251  waits for a real socket
+    raise ConnectionAbortedError(errno.ECONNABORTED, _no_banner(said))
 
 
 @contextmanager
@@ -682,20 +692,11 @@ def _time_left(deadline: Remaining) -> float:
     return seconds
 
 
-def _find_banner(received: bytes, *, ended: bool) -> str:
-    lines = received.split(b"\n")
-    whole = lines if ended else lines[:-1]
-    for line in whole:
-        if line.startswith(b"SSH-"):
-            return line.rstrip(b"\r").decode("ascii", "backslashreplace")
-    return ""
-
-
-def _no_banner(received: bytes) -> str:
-    """What came instead of a banner, cut short and harmless to print: it was chosen by the guest."""
-    if not received:
+def _no_banner(said: Sequence[bytes]) -> str:
+    """What came instead of a banner, its first line, cut short and harmless to print: it was chosen by the guest."""
+    if not any(said) and len(said) <= 1:
         return "hung up without a word"
-    line = received.split(b"\n", 1)[0].rstrip(b"\r")[:80]
+    line = said[0].rstrip(b"\r")[:80]
     return f"said {line.decode('ascii', 'backslashreplace')!r}"
 
 

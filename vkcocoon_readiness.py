@@ -66,15 +66,17 @@ class Readiness:
         return self._leases.trouble()
 
     def resolve(self, entry: TrackedPod, vm: VM) -> str:
-        """The current address: static as inspected, else the lease of the MAC, re-read now and written back.
+        """The current address: static as inspected, else the lease of the MAC, re-read now; written back. A VM that was
+        started again may have been given another static one.
 
         Raises LeaseFileError only while there never was a readable lease file (L5); "" means no lease (L7).
         """
-        if vm.static_ip:
-            return vm.static_ip if is_unicast_ipv4(vm.static_ip) else ""
-        if not entry.spec.managed:
+        if ip := vm.static_ip:
+            ip = ip if is_unicast_ipv4(ip) else ""
+        elif entry.spec.managed:
+            ip = self._leased(mac) if (mac := vm.mac) else ""
+        else:
             return entry.ip
-        ip = self._leased(mac) if (mac := vm.mac) else ""
         if ip != entry.ip and not self.set_vm_ip(entry.key, vm.id, ip):
             return ""  # the pod has another VM by now
         return ip

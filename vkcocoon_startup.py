@@ -147,9 +147,9 @@ class Startup:
         """A macOS guest that runs is adopted; on any doubt `create_pod` decides, which never runs a second one."""
         try:
             record = self._macos.inspect(entry.spec.vm_name)
+            if not self._macos.alive(record):
+                return None
         except CommandError:
-            return None
-        if not self._macos.alive(record):
             return None
         self._vnc.adopt(record.name, record.vnc)
         return record

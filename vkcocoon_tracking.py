@@ -382,9 +382,10 @@ class Publication:
         if (entry := self._claimers.get(uid)) is not None:
             self._release(entry)
 
-    def answers(self, entry: TrackedPod) -> bool:
-        """Do the pod's probes succeed, debounced?"""
-        return self._probe_of(entry).ready
+    def silent(self, entry: TrackedPod) -> bool:
+        """Was the pod's guest asked, and has it not made a sound? No other failed probe says so: one without a lease or
+        with a wrong port asked nobody, and whoever refuses a connection is alive."""
+        return self._probe_of(entry).reason == Reason.PING_TIMEOUT
 
     def holder(self, entry: TrackedPod, ip: str) -> TrackedPod | None:
         """The other managed pod that is published Ready on this address, if any (L10)."""

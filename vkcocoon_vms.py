@@ -631,8 +631,12 @@ class CocoonMacosCLI(_CommandLine):
         return _parse_macos(record, "running" if self.alive(_parse_macos(record)) else "stopped")
 
     def alive(self, vm: VM) -> bool:
-        """Whether the recorded pid is this VM's QEMU, and running (M1)."""
-        process = self._processes(vm.pid) if vm.pid > 0 else None
+        """Whether the recorded pid is this VM's QEMU, and running (M1). Raises CommandError when nobody can tell: who
+        has no descriptor left to look with must not take the guest for dead."""
+        try:
+            process = self._processes(vm.pid) if vm.pid > 0 else None
+        except OSError as error:
+            raise CommandError((f"process {vm.pid}",), None, "", why=f"cannot be read: {error.strerror}") from error
         return process is not None and _is_qemu_of(process, vm)
 
     @contextmanager
@@ -784,14 +788,14 @@ class Process:
 
 
 def read_process(pid: int) -> Process | None:
-    """The process of that pid, or None when there is none (or it cannot be seen)."""
+    """The process of that pid, or None when there is none. Raises OSError when that cannot be seen."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_bytes()
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except OSError as error:
-        if error.errno not in (errno.ENOENT, errno.ESRCH):
-            log.warning("process cannot be read", pid=pid, error=str(error))
-        return None
+        if error.errno in (errno.ENOENT, errno.ESRCH):
+            return None
+        raise
     # The name in parentheses is the process's own choice, spaces and parentheses included.
     state = stat.rpartition(b")")[2].split()[:1]
     arguments = command.removesuffix(b"\0").split(b"\0") if command else []

@@ -190,10 +190,10 @@ class VMWatch:
         return self._runtime.inspect(vm_id)
 
     def _doubtful(self, entry: TrackedPod, vm_id: str, waited: float, why: str) -> bool:
-        """Doubt destroys nothing for half an hour, and never a VM whose guest still answers."""
+        """Doubt destroys nothing for half an hour, and never a VM whose guest was not asked or still answers."""
         self._metrics.doubtful_look()
         log.info("looking at a VM proved nothing", pod=entry.key, vm=vm_id, error=why)
-        if waited < PATIENCE or self._publication.answers(entry):
+        if waited < PATIENCE or not self._publication.silent(entry):
             return False
         sentence = f"VM {entry.spec.vm_name} could not be inspected for {waited / 60:.0f} minutes and does not answer"
         return self._give_up(entry, "VMInspectTimeout", sentence)

@@ -153,6 +153,23 @@ def test_while_it_waits_the_second_pod_says_whose_the_address_is(world):
     assert message(world, "second") == f"{shared} is the address of default/first, which is Ready there"
 
 
+def test_a_vm_that_was_started_again_is_probed_on_its_new_static_address_and_not_on_the_former_one(world):
+    world.create_pod("web-0", guest=FAST, annotations={"cocoonset.cocoonstack.io/network": "cocoon-static"})
+    world.run(5)
+    former = status(world, "web-0")["podIP"]
+    world.guest("web-0").crash()
+    with world.host.storage.edit("cocoon/vms.json", dict) as records:
+        (record,) = records.values()
+        record["network_configs"][0]["network"]["ip"] = "10.22.0.77"
+    world.run(10)
+    world.guest("web-0").renumber(former)  # whoever answers on the former address is not believed
+    world.run(30)
+    assert (world.ready("web-0"), status(world, "web-0")["podIP"]) == (False, "10.22.0.77")
+    world.guest("web-0").renumber("10.22.0.77")
+    world.run(2)
+    assert (world.ready("web-0"), annotations(world, "web-0")["ip"]) == (True, "10.22.0.77")
+
+
 def test_an_unmanaged_pod_may_share_an_address(world):
     world.create_pod("web-0", guest=FAST)
     world.run(5)

@@ -170,6 +170,53 @@ def test_an_unmanaged_pod_is_probed_where_the_operator_says_and_keeps_the_operat
     assert calls(world.host.cocoon) == before
 
 
+def test_an_unmanaged_pod_that_is_pointed_elsewhere_is_probed_there_before_it_is_published(world):
+    for name in ("first", "second"):
+        world.create_pod(name, guest=GuestSpec(boot_s=0.0, lease_s=0.0))
+    world.run(2)
+    first, second = (world.guest(name).ip for name in ("first", "second"))
+    pointer = {"vm.cocoonstack.io/id": "A", "vm.cocoonstack.io/ip": first}
+    world.create_pod("tool", annotations={"cocoonset.cocoonstack.io/managed": ""} | pointer)
+    world.run(2)
+    assert world.ready("tool")
+    world.guest("second").silent()
+    edit(world, "tool", {"vm.cocoonstack.io/id": "B", "vm.cocoonstack.io/ip": second})
+    world.run(5)
+    said = status(world, "tool")
+    assert (world.ready("tool"), said["podIP"]) == (False, second)
+    assert said["containerStatuses"][0]["containerID"] == "cocoon://B"
+    shown = [dict(entry.fields) for entry in world.timeline.of(actor="daemon", kind="hands over", key="default/tool")]
+    assert [each["ready"] for each in shown] == ["True", "False"]
+    world.guest("second").silent(False)
+    world.run(2)
+    assert world.ready("tool")
+
+
+def test_an_unmanaged_pod_that_is_pointed_at_nothing_stays_with_what_it_had(world):
+    world.create_pod("real", guest=GuestSpec(boot_s=0.0, lease_s=0.0))
+    world.run(2)
+    pointer = {"vm.cocoonstack.io/id": "A", "vm.cocoonstack.io/ip": world.guest("real").ip}
+    world.create_pod("tool", annotations={"cocoonset.cocoonstack.io/managed": ""} | pointer)
+    world.run(2)
+    edit(world, "tool", {"vm.cocoonstack.io/ip": "elsewhere"})
+    world.run(30)
+    assert (world.ready("tool"), status(world, "tool")["podIP"]) == (True, pointer["vm.cocoonstack.io/ip"])
+    assert events(world, "tool")[-1] == (
+        "ProviderUpdateFailed",
+        "an unmanaged pod needs vm.cocoonstack.io/id and vm.cocoonstack.io/ip (a dotted IPv4 address); "
+        "it has 'A' and 'elsewhere'",
+    )
+    world.guest("real").silent()
+    world.run(25)
+    assert not world.ready("tool")
+
+
+def edit(world, name, values):
+    world.kube.admin.patch(
+        f"/api/v1/namespaces/default/pods/{name}", {"metadata": {"annotations": values}}, kind="merge"
+    )
+
+
 def test_a_pod_that_is_already_terminal_is_never_brought_up(world):
     pod = world.create_pod("done", guest=FAST)
     world.kube.admin.patch(

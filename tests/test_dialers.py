@@ -232,6 +232,32 @@ def test_each_read_gets_only_what_is_left_of_the_one_bound(serve):
         banner_of(server, Left(20, 20, 20, 20, 0))
 
 
+def test_who_trickles_is_not_woken_up_for_each_byte(serve, monkeypatch):
+    """A guest that sends line ends one by one would otherwise have a third of a core."""
+    asked, sent, breaths = Event(), Event(), []
+
+    def trickle(connection):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        while True:
+            for _ in range(100):
+                connection.sendall(b"\n")
+            sent.set()
+            asked.wait()
+            asked.clear()
+
+    def breath(seconds):
+        breaths.append(seconds)
+        sent.wait()
+        sent.clear()
+        asked.set()
+
+    monkeypatch.setattr(gevent, "sleep", breath)
+    with pytest.raises(ConnectionAbortedError, match="said ''"):
+        banner_of(serve(trickle))
+    assert 8192 // 200 <= len(breaths) <= 8192 // 50
+    assert set(breaths) == {0.01}
+
+
 def test_a_banner_that_comes_just_within_the_bound_counts(serve):
     word = Event()
 

@@ -287,6 +287,7 @@ UNUSABLE = {
     "deep": b"[" * 100_000,
     "a number without end": b"[" + b"9" * 5000 + b"]",
     "zero bytes": b"\0" * 64,
+    "too long": b"[" + b" " * (8 << 20) + b"]",
 }
 
 

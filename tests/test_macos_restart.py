@@ -133,6 +133,17 @@ def test_a_live_process_is_no_reason_to_do_anything(tool, pod):
     assert tool.calls == []
 
 
+def test_who_cannot_see_whether_the_process_lives_restarts_nothing(tool, pod, monkeypatch):
+    def unseen(vm):
+        raise CommandError((f"process {vm.pid}",), None, "", why="cannot be read: Too many open files")
+
+    monkeypatch.setattr(tool, "alive", unseen)
+    result = pod.tick()
+    assert (result.ready, result.reason) == (False, Reason.PROBE_ERROR)
+    assert result.message == "whether qemu of mac runs is not known: process 100: cannot be read: Too many open files"
+    assert tool.calls == []
+
+
 def test_the_message_of_a_dead_process_is_the_same_until_the_next_restart(clock, tool, pod, monkeypatch):
     """P7: equal states compare equal, also where the due time lies on the border of a second: two clocks are never read
     in one instant."""

@@ -4,7 +4,9 @@ Everything else that could answer to a pid (another program, another guest, a de
 and is never touched: asking only reads.
 """
 
+import errno
 import os
+import resource
 import signal
 import subprocess
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from vkcocoon_vms import VM, CocoonMacosCLI, Completed, Process, read_process
+from vkcocoon_vms import VM, CocoonMacosCLI, CommandError, Completed, Process, read_process
 
 DIRECTORY = "/var/lib/cocoon-macos/vms/foo"
 FOO = VM(id="qemu-foo", name="foo", hypervisor="qemu", pid=4711, disk=f"{DIRECTORY}/disk.qcow2")
@@ -57,6 +59,31 @@ def test_any_system_emulator_counts_wherever_it_lies(program):
 
 def test_no_process_is_dead():
     assert not alive(FOO, None)
+
+
+def test_who_cannot_look_says_neither_alive_nor_dead():
+    def without_descriptors(pid):
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), f"/proc/{pid}/stat")
+
+    cli = CocoonMacosCLI(
+        "cocoon-macos", execute=lambda argv, limit: Completed(0, "", ""), processes=without_descriptors
+    )
+    with pytest.raises(CommandError, match="process 4711: cannot be read: Too many open files"):
+        cli.alive(FOO)
+
+
+@pytest.mark.process
+def test_without_descriptors_a_living_process_is_not_called_dead():
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
+    try:
+        with pytest.raises(OSError, match="Too many open files"):
+            read_process(os.getpid())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert read_process(os.getpid()) is not None
 
 
 @pytest.mark.parametrize("pid", [0, -1])

@@ -328,6 +328,29 @@ def test_doubt_never_costs_a_vm_whose_guest_answers(ready):
     assert ready.host.cocoon.count("vm rm") == 0
 
 
+def without_a_lease(world):
+    world.leases.release(world.guest("web-0").mac)
+
+
+def with_a_wrong_port(world):
+    world.annotate("web-0", probe_port="ssh")
+
+
+def with_a_closed_port(world):
+    world.annotate("web-0", probe_port="81")
+
+
+@pytest.mark.parametrize("unready", [without_a_lease, with_a_wrong_port, with_a_closed_port])
+def test_doubt_never_costs_a_vm_whose_guest_was_not_asked_or_refuses(ready, unready):
+    unready(ready)
+    ready.host.cocoon.fail("vm inspect", times=None)
+    ready.host.cocoon.fail_listing()
+    ready.run(2 * 3600)
+    assert not ready.ready("web-0")
+    assert ready.pod("web-0") is not None
+    assert ready.host.cocoon.count("vm rm") == 0
+
+
 @pytest.mark.parametrize("answer", ["", "{", "[]", "null", '{"id": 7}', "running"])
 def test_garbage_proves_nothing(ready, answer):
     ready.host.cocoon.garble("vm inspect", answer, times=None)
