@@ -25,7 +25,7 @@ from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import EvidenceError, PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_IP, ANNOTATION_VNC_PORT
 from vkcocoon_tracking import TrackedPod
-from vkcocoon_vms import VM, CloneSpec, CommandError, Snapshot, SnapshotNotFound, VMNotFound
+from vkcocoon_vms import VM, CloneSpec, CommandError, NameTaken, Snapshot, SnapshotNotFound, VMNotFound
 
 __all__ = ["Creation"]
 
@@ -211,9 +211,7 @@ class Creation:
         entry.committed = True
         try:
             vm = make()
-        except CommandError as error:
-            if "already exists" not in error.stderr.lower() or "name" not in error.stderr.lower():
-                raise
+        except NameTaken as error:
             record = self._runtime.inspect(entry.spec.vm_name)
             if not (record.state == "creating" and self._cleared(record)):
                 return self._existing(entry, record, error)

@@ -22,7 +22,7 @@ from gevent.pool import Group
 
 from vkcocoon_probes import Clock, ProbeResult, spawn
 from vkcocoon_status import Reason, format_time
-from vkcocoon_vms import VM, CocoonMacosCLI, CommandError, MacosSpec, VMNotFound
+from vkcocoon_vms import VM, CocoonMacosCLI, CommandError, MacosSpec, NameTaken, VMNotFound
 
 __all__ = ["FIRST_PAUSE", "LONGEST_PAUSE", "VNC_BASE", "Owner", "QemuKeeper", "VncPorts"]
 
@@ -80,7 +80,10 @@ class QemuKeeper:
             record = self._cli.inspect(spec.name)
         except VMNotFound:
             self._cli.ensure_image(spec.image)
-            return self._cli.run(spec), False
+            try:
+                return self._cli.run(spec), False
+            except NameTaken:  # by a run that an earlier life of ours had begun
+                record = self._cli.inspect(spec.name)
         if self._cli.alive(record):
             return record, True
         self._cli.start(spec.name, spec.vnc)

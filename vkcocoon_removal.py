@@ -52,7 +52,7 @@ class Removal:
         self._vnc = vnc
         self._debts = LeaseDebts(work.settings.state_dir)
         self._began = work.clock.monotonic()
-        self._expected: set[str] = set()  # names of VMs that may still be being made, for nobody
+        self._expected: dict[str, bool] = {}  # names of VMs that may still be being made, for nobody; True: macOS
         self._fork_failed: dict[str, float] = {}  # fork -> since when it cannot be dropped
 
     def remove(self, entry: TrackedPod) -> None:
@@ -79,38 +79,46 @@ class Removal:
     def destroy_made(self, entry: TrackedPod) -> None:
         """The VM that an attempt made and the pod was never bound to; the caller holds its lock."""
         if (vm := self._by_name(entry)) is None:
-            self._expect(entry.spec.vm_name)
+            self._expect(entry)
             return
         self.destroy(vm, entry.leases)
         self.release(entry, vm)
 
     def remove_late(self, records: Sequence[VM]) -> None:
-        """Remove those of the VMs that were made for nobody, by a command of an earlier life. ``records``: all VMs."""
+        """Remove those VMs that were made for nobody, by a command of an earlier life. ``records``: all microVMs."""
         if self._work.clock.monotonic() - self._began >= EARLIER_LIFE:
             self._expected.clear()
-        for record in records:
+        for record in [*records, *self._late_macos()]:
             if record.name in self._expected and record.state != "creating":
                 with self._work.locks.held(record.name):
                     self._remove_late(record)
 
+    def _late_macos(self) -> Sequence[VM]:
+        """All macOS guests, when one is expected; their tool waits for whoever makes one before it removes it."""
+        try:
+            return self._macos.list() if any(self._expected.values()) else ()
+        except CommandError as error:
+            log.info("macOS guests could not be listed", error=str(error))
+            return ()
+
     def _remove_late(self, record: VM) -> None:
         namesakes = [entry for entry in self._work.pods if entry.spec.vm_name == record.name]
-        self._expected.discard(record.name)
+        self._expected.pop(record.name, None)
         if not all(entry.hibernated and entry.spec.hibernate for entry in namesakes):
             return  # somebody wants it by now
         log.warning("a command of an earlier life made a VM for nobody", vm=record.name, id=record.id)
         try:
             self.destroy(record)
         except CommandError as error:
-            self._expected.add(record.name)
+            self._expected[record.name] = record.is_macos
             log.warning("it could not be removed", vm=record.name, error=str(error))
             return
         self.give_back(dhcp_macs(record), record.name)
 
-    def _expect(self, vm_name: str) -> None:
-        """There is no VM of that name; if a command of an earlier life is making one, it is for nobody."""
+    def _expect(self, entry: TrackedPod) -> None:
+        """There is no VM of its name; if a command of an earlier life is making one, it is for nobody."""
         if self._work.clock.monotonic() - self._began < EARLIER_LIFE:
-            self._expected.add(vm_name)
+            self._expected[entry.spec.vm_name] = entry.spec.macos
 
     # --- leases ---------------------------------------------------------------------------------------------------
 
@@ -181,7 +189,7 @@ class Removal:
             self._keep(entry, vm)
             self.destroy(vm, entry.leases)
         elif not entry.gone:
-            self._expect(entry.spec.vm_name)
+            self._expect(entry)
         entry.vm = None
         self.release(entry, vm)
 
@@ -275,8 +283,12 @@ class Removal:
     def _remove_macos(self, entry: TrackedPod) -> None:
         name, vm = entry.spec.vm_name, entry.vm
         if vm is None:
-            with suppress(CommandError):
-                vm = self._macos.inspect(name)  # only for its MAC; rm itself knows what is gone
+            try:
+                vm = self._macos.inspect(name)  # for its MAC; rm itself knows what is gone
+            except VMNotFound:
+                self._expect(entry)
+            except CommandError as error:
+                log.info("macOS record could not be read", vm=name, error=str(error))
         self._qemu.forget(f"{MACOS_ID}{name}")
         self.destroy(vm or VM(f"{MACOS_ID}{name}", name, hypervisor="qemu"), entry.leases)
         self._vnc.release(name)

@@ -47,6 +47,7 @@ __all__ = [
     "Completed",
     "Execute",
     "MacosSpec",
+    "NameTaken",
     "Nic",
     "Output",
     "Process",
@@ -78,6 +79,10 @@ log = structlog.get_logger()
 
 class VMNotFound(CommandError):
     """The tool ran, and said that there is no such VM (or, for macOS, no record of it)."""
+
+
+class NameTaken(CommandError):
+    """The tool ran, and said that there is a VM of that name already."""
 
 
 class SnapshotNotFound(CommandError):
@@ -239,8 +244,8 @@ class _Job(Generic[T]):
 class _CommandLine:
     """What both tools share: places for processes, the two kinds of commands, and the reading of failures."""
 
-    # What the tool says about missing things, and what that proves. Searched in stderr, whatever the case.
-    MISSING: Sequence[tuple[re.Pattern[str], type[CommandError]]] = ()
+    # What the tool says about what it has and has not, and what that proves. Searched in stderr, whatever the case.
+    SAYINGS: Sequence[tuple[re.Pattern[str], type[CommandError]]] = ()
 
     def __init__(self, binary: str, execute: Execute | None, max_processes: int, clock: Clock | None) -> None:
         self._binary = binary
@@ -257,7 +262,7 @@ class _CommandLine:
         self._run_question, self._run_change = around(self._run_question), around(self._run_change)
 
     def _ask(self, *arguments: str) -> Completed:
-        """Runs a command that only asks. Raises CommandError or what MISSING says."""
+        """Runs a command that only asks. Raises CommandError or what SAYINGS says."""
         return self._succeeded(arguments, self._question(arguments, ASK_S))
 
     def _question(self, arguments: Sequence[str], limit: float) -> Completed:
@@ -265,7 +270,7 @@ class _CommandLine:
             return self._timed(self._run_question, arguments, limit)
 
     def _change(self, *arguments: str, limit: float) -> Completed:
-        """Runs a command that changes something, to its end. Raises CommandError or what MISSING says."""
+        """Runs a command that changes something, to its end. Raises CommandError or what SAYINGS says."""
 
         def command() -> Completed:
             with self._places_for_changes, self._places:
@@ -299,9 +304,9 @@ class _CommandLine:
         raise self._explained(CommandError(self._argv(arguments), completed.returncode, completed.stderr))
 
     def _explained(self, error: CommandError) -> CommandError:
-        """The same error as what MISSING makes of it."""
+        """The same error as what SAYINGS makes of it."""
         # One that was killed has decided nothing, whatever it managed to print.
-        kinds = self.MISSING if (error.returncode or 0) > 0 else ()
+        kinds = self.SAYINGS if (error.returncode or 0) > 0 else ()
         kind = next((kind for pattern, kind in kinds if pattern.search(error.stderr)), None)
         return kind(error.argv, error.returncode, error.stderr) if kind else error
 
@@ -343,10 +348,12 @@ class _CommandLine:
 
 class CocoonCLI(_CommandLine):
     """The `cocoon` command line. Every method may raise CommandError; those about one VM or snapshot raise VMNotFound
-    or SnapshotNotFound when the tool says that it does not exist. `ref` is a full id or an exact name."""
+    or SnapshotNotFound when the tool says that it does not exist, those that make a VM raise NameTaken when it says
+    that there is one of that name. `ref` is a full id or an exact name."""
 
-    MISSING = (
+    SAYINGS = (
         (re.compile(r"\b(vm not found|no such vm)\b", re.IGNORECASE), VMNotFound),
+        (re.compile(r"(?=.*name).*already exists", re.IGNORECASE | re.DOTALL), NameTaken),
         (re.compile(r"\b(snapshot not found|no such snapshot)\b", re.IGNORECASE), SnapshotNotFound),
     )
     NAME_TAKEN = re.compile(r"snapshot name .*already (exists|in use)", re.IGNORECASE)
@@ -554,6 +561,7 @@ class CocoonMacosCLI(_CommandLine):
     VNC is given again at every start and only together with a password; without `vnc_password` it is off.
     """
 
+    SAYINGS = ((re.compile(r"\bvm .*already exists", re.IGNORECASE), NameTaken),)
     IMAGE_MISSING = re.compile(r"\bimage not found\b", re.IGNORECASE)
 
     def __init__(
@@ -597,7 +605,7 @@ class CocoonMacosCLI(_CommandLine):
         return self._shown(document)
 
     def run(self, spec: MacosSpec) -> VM:
-        """Makes a record and launches QEMU; refused by the tool while a record of that name exists."""
+        """Makes a record and launches QEMU; refused by the tool while a record of that name exists (NameTaken)."""
         storage = ("--storage", str(spec.storage)) if spec.storage else ()
         arguments = ["vm", "run", "--name", spec.name, "--cpus", str(spec.cpu), "--memory", str(spec.memory_mib)]
         arguments += [*self._vnc(spec.vnc), *storage, "--exit-on-reboot", "--random-smbios", "--net", "cni"]

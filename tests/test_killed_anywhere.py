@@ -8,6 +8,7 @@ over or beside what still runs.
 """
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,15 @@ class CreateNoMore(Create):
 
 class CreateByRunNoMore(CreateNoMore):
     os = "windows"
+
+
+class CreateMacosNoMore(CreateNoMore):
+    """A guest that is removed within a second of its launch has not asked for an address yet."""
+
+    os = "macos"
+
+    def act(self, world):
+        world.create_pod("web-0", os=self.os, guest=replace(MAC_GUEST, lease_s=1.0))
 
 
 class CreateByRun(Create):
@@ -543,6 +553,7 @@ STORIES = [
     Create,
     CreateNoMore,
     CreateByRunNoMore,
+    CreateMacosNoMore,
     CreateByRun,
     CreateMacos,
     CreateWithSetUp,
@@ -602,6 +613,6 @@ def test_wherever_the_daemon_dies_the_next_one_brings_the_story_to_its_end(story
 CHANGED = [story for story in STORIES if story.meanwhile is not Story.meanwhile]
 
 
-@pytest.mark.parametrize("story", CHANGED, ids=lambda story: story.__name__)
+@pytest.mark.parametrize("story", [*CHANGED, Create, CreateByRun, CreateMacos], ids=lambda story: story.__name__)
 def test_a_command_that_leaves_no_trace_before_the_next_daemon_looks_makes_nothing_that_stays(story):
     assert walked(story, "before") == {}

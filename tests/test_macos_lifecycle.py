@@ -7,7 +7,7 @@ import pytest
 
 from simulator.fake_vms import GuestSpec
 from simulator.world import World
-from tests.provider_rig import annotations, calls, message, reason
+from tests.provider_rig import annotations, calls, events, message, reason
 
 MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
 VM = "vk-default-mac-0"
@@ -144,3 +144,52 @@ def test_hibernate_is_refused_and_only_that_refusal_is_lifted(ready):
     ready.run(3)
     assert ready.ready("mac-0")
     assert calls(ready.host.cocoon) == []
+
+
+def test_a_run_that_outlived_its_daemon_is_adopted_by_the_next_attempt_and_is_no_failure(world):
+    """Its record appears between our look and our own run, which the tool then refuses."""
+    world.create_pod("other", os="macos", guest=MAC)
+    world.run(10)
+    world.host.macos.slow("vm run", 3.0, step="before")
+    world.create_pod("mac-0", os="macos", guest=MAC)
+    world.run(1)
+    world.kill()
+    world.host.macos.slow("vm run", 5.0, step="before")
+    world.start()
+    world.run(30)
+    assert world.host.macos.count("vm run") == 3
+    assert world.ready("mac-0")
+    assert len(world.host.macos.qemus(VM)) == 1
+    assert "CreateBringUpFailed" not in [word for word, _ in events(world, "mac-0")]
+    assert {annotations(world, name)["vnc-port"] for name in ("mac-0", "other")} == {"5900", "5901"}
+
+
+def test_a_run_that_leaves_no_trace_before_its_pod_is_gone_makes_nothing_that_stays(world):
+    world.host.macos.slow("vm run", 30.0, step="before")
+    world.create_pod("mac-0", os="macos", guest=MAC)
+    world.run(1)
+    world.kill()
+    world.delete_pod("mac-0", grace_seconds=30)
+    world.start()
+    world.run(20)
+    assert (world.pod("mac-0"), world.vm_names()) == (None, [])
+    world.run(20)
+    mac = world.host.macos.record(VM)["mac"]
+    assert world.leases.address(mac) != ""
+    world.run(60)
+    assert (world.vm_names(), world.host.pids(), world.leases.address(mac)) == ([], [], "")
+
+
+def test_a_run_that_ends_late_for_a_pod_that_is_wanted_again_is_that_pods(world):
+    world.host.macos.slow("vm run", 30.0, step="before")
+    world.create_pod("mac-0", os="macos", guest=MAC)
+    world.run(1)
+    world.kill()
+    world.delete_pod("mac-0", grace_seconds=30)
+    world.start()
+    world.run(20)
+    world.create_pod("mac-0", os="macos", guest=MAC)
+    world.run(100)
+    assert world.ready("mac-0")
+    assert len(world.host.macos.qemus(VM)) == 1
+    assert world.host.macos.count("vm rm") == 1
