@@ -213,24 +213,13 @@ class Creation:
             vm = make()
         except NameTaken as error:
             record = self._runtime.inspect(entry.spec.vm_name)
-            if not (record.state == "creating" and self._cleared(record)):
+            gone = record.state == "creating" and self._work.ports.clear_half_made(record) in ("collected", "not-found")
+            if not gone:
                 return self._existing(entry, record, error)
             vm = make()
         if vm.name != entry.spec.vm_name:  # whatever was said, it was not about this VM
             vm = self._runtime.inspect(entry.spec.vm_name)
         return self._running(vm)
-
-    def _cleared(self, record: VM) -> bool:
-        """Did the tool find that nobody is making this VM any more, and give its name back?"""
-        try:
-            outcome = self._runtime.reconcile_stale_create(record.id)
-        except CommandError as error:  # one that is too old to know this cannot be asked
-            self._work.ports.metrics.stale_create("error")
-            log.info("half-made VM could not be cleared", vm=record.name, error=str(error))
-            return False
-        self._work.ports.metrics.stale_create(outcome)
-        log.warning("half-made VM", vm=record.name, id=record.id, outcome=outcome)
-        return outcome in ("collected", "not-found")
 
     def _left_over(self, entry: TrackedPod) -> VM:
         """The VM of that name that did not run when we started: started in place, whatever it was once made from."""

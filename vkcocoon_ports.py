@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import structlog
 from gevent.event import Event
 from gevent.pool import Group
 
@@ -20,9 +21,11 @@ from vkcocoon_net import release_lease, ssh_banner, tcp_accepts
 from vkcocoon_probes import Clock, Deadline, Observer
 from vkcocoon_settings import Settings
 from vkcocoon_tracking import PodTable, Publication, Report, VMLocks
-from vkcocoon_vms import CocoonCLI, CocoonMacosCLI
+from vkcocoon_vms import VM, CocoonCLI, CocoonMacosCLI, CommandError, VMNotFound
 
 __all__ = ["Ports", "Workplace"]
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +43,21 @@ class Ports:
     event: Report = lambda *_: None
     on_probe: Observer = lambda *_: None  # after each probe: agent, raw result, lateness and duration in seconds
     metrics: Metrics = field(default_factory=lambda: Metrics("unversioned"))
+
+    def clear_half_made(self, record: VM) -> str:
+        """Have the tool clear a VM away whose maker died. What it found: `collected`, `not-found`, `busy` (somebody is
+        making it), `not-creating` (it is made by now), or `error`: one that is too old for this cannot be asked."""
+        try:
+            outcome = self.runtime.reconcile_stale_create(record.id)
+        except VMNotFound:
+            outcome = "not-found"
+        except CommandError as error:
+            outcome = "error"
+            log.info("half-made VM could not be cleared", vm=record.name, id=record.id, error=str(error))
+        else:
+            log.warning("half-made VM", vm=record.name, id=record.id, outcome=outcome)
+        self.metrics.stale_create(outcome)
+        return outcome
 
 
 def _open_gate() -> Event:

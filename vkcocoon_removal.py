@@ -201,24 +201,12 @@ class Removal:
         with suppress(VMNotFound, SpecError):
             entry.spec.check_name()
             while (record := self._runtime.inspect(entry.spec.vm_name)).state == "creating":
-                if clock.monotonic() >= until or not self._asked_to_clear(record):
-                    break
+                if clock.monotonic() >= until or (outcome := self._work.ports.clear_half_made(record)) == "error":
+                    break  # its `vm rm` waits for whoever makes the VM
+                if outcome == "busy":
+                    clock.sleep(BUSY_PAUSE)
             return record
         return None
-
-    def _asked_to_clear(self, record: VM) -> bool:
-        """Have the tool clear a half-made VM away, unless somebody is making it: then wait a little. False when it
-        cannot be asked, as one that is too old for this: its `vm rm` waits for whoever makes the VM."""
-        try:
-            outcome = self._runtime.reconcile_stale_create(record.id)
-        except CommandError as error:
-            self._work.ports.metrics.stale_create("error")
-            log.info("half-made VM could not be cleared", vm=record.name, error=str(error))
-            return False
-        self._work.ports.metrics.stale_create(outcome)
-        if outcome == "busy":
-            self._work.clock.sleep(BUSY_PAUSE)
-        return True
 
     def _keep(self, entry: TrackedPod, vm: VM) -> None:
         """What the policy wants to outlive the pod: the last state of a VM that runs, once per deletion."""

@@ -180,19 +180,17 @@ class Startup:
 
     def _cleared(self, record: VM) -> bool:
         """False while somebody may still be making it."""
+        outcome = self._work.ports.clear_half_made(record)
+        if outcome != "not-creating" or self._wanted(record.name):
+            return outcome not in ("busy", "error")
         try:
-            outcome = self._runtime.reconcile_stale_create(record.id)
-            self._work.ports.metrics.stale_create(outcome)
-            if outcome == "not-creating" and not self._wanted(record.name):
-                self._orphan(self._runtime.inspect(record.id))
+            self._orphan(self._runtime.inspect(record.id))
         except VMNotFound:
             return True
         except CommandError as error:
-            self._work.ports.metrics.stale_create("error")
-            log.info("half-made VM could not be cleared", vm=record.name, id=record.id, error=str(error))
+            log.info("VM that is made by now could not be inspected", vm=record.name, error=str(error))
             return False
-        log.info("half-made VM", vm=record.name, id=record.id, outcome=outcome)
-        return outcome != "busy"
+        return True
 
     def _wanted(self, name: str) -> bool:
         """Does a pod name it by now? Then it is its creation's."""
