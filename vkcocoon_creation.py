@@ -23,7 +23,7 @@ from vkcocoon_ports import Workplace
 from vkcocoon_setup import GuestSetup
 from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import EvidenceError, PodSpec, SpecError
-from vkcocoon_status import ANNOTATION_ID, ANNOTATION_IP, ANNOTATION_VNC_PORT
+from vkcocoon_status import ANNOTATION_ID, ANNOTATION_IP, ANNOTATION_VNC_PORT, Reason
 from vkcocoon_tracking import TrackedPod
 from vkcocoon_vms import VM, CloneSpec, CommandError, NameTaken, Snapshot, SnapshotNotFound, VMNotFound
 
@@ -117,9 +117,9 @@ class Creation:
         if not spec.managed:
             return _Way("unmanaged", lambda: self._unmanaged_vm(entry))
         if spec.macos:
-            return _Way("run", lambda: self._macos_vm(entry))
-        if entry.left_over:
-            return _Way("adopt", lambda: self._left_over(entry))
+            return _Way("run" if entry.fresh else "adopt", lambda: self._macos_vm(entry))
+        if entry.left_over and self._still_there(entry):
+            return _Way("adopt" if entry.fresh else "restart", lambda: self._left_over(entry))
         return self._fresh_way(entry)
 
     def _fresh_way(self, entry: TrackedPod) -> _Way:
@@ -174,20 +174,22 @@ class Creation:
         entry.committed = True
         display = self._vnc.claim(name, entry.spec.annotations.get(ANNOTATION_VNC_PORT, ""))
         try:
-            vm, alive = self._qemu.bring_up(entry.spec.macos_spec(display))
+            vm, how = self._qemu.bring_up(entry.spec.macos_spec(display), ran=not entry.fresh)
         except CommandError:
             if self._qemu.missing(name):  # on any doubt it may run, and listen there
                 self._vnc.release(name)
             raise
-        if alive:
+        if how == "adopt" and vm.running:
             self._vnc.adopt(name, vm.vnc)
+        elif how == "run" and not entry.fresh:
+            self._replaced(entry)
         return vm
 
     def _cloned(self, entry: TrackedPod, order: CloneSpec) -> VM:
         if order.firecracker and order.snapshot:
             _check_backend(order, self._snapshots.get(order.snapshot))
         try:
-            return self._made(entry, lambda: self._runtime.clone(order))
+            return self._made(entry, lambda: self._runtime.clone(order), wakes=order.snapshot == entry.spec.vm_name)
         except SnapshotNotFound as error:
             raise _explained(entry.spec, order, error) from error
         except CommandError as error:
@@ -202,7 +204,7 @@ class Creation:
         except CommandError as error:
             log.info("snapshot could not be inspected", snapshot=order.snapshot, error=str(error))
 
-    def _made(self, entry: TrackedPod, make: Callable[[], VM]) -> VM:
+    def _made(self, entry: TrackedPod, make: Callable[[], VM], *, wakes: bool = False) -> VM:
         """What ``make`` made, running.
 
         A name that is taken is our own earlier attempt, unless another pod holds it: adopted, never removed. Only of an
@@ -217,18 +219,47 @@ class Creation:
             if not gone:
                 return self._existing(entry, record, error)
             vm = make()
+        if not entry.fresh and not wakes:
+            self._replaced(entry)
         if vm.name != entry.spec.vm_name:  # whatever was said, it was not about this VM
             vm = self._runtime.inspect(entry.spec.vm_name)
         return self._running(vm)
 
-    def _left_over(self, entry: TrackedPod) -> VM:
-        """The VM of that name that did not run when we started: started in place, whatever it was once made from."""
-        entry.left_over, entry.committed = False, True
+    def _replaced(self, entry: TrackedPod) -> None:
+        """The pod had a VM, which was lost while nobody watched, and has been given a new one in its place. While we
+        watch, such a pod is evicted; of a loss that nobody saw, the pod may have been told long ago that it goes on."""
+        log.warning("VM is gone, and the pod has a new one", pod=entry.key, vm=entry.spec.vm_name)
+        message = (
+            f"VM {entry.spec.vm_name} was lost while vk-cocoon was away; the pod has a new one, with nothing of it"
+        )
+        self._work.publication.restarted(entry, Reason.VM_GONE, message)
+
+    def _still_there(self, entry: TrackedPod) -> bool:
         try:
-            record = self._runtime.inspect(entry.spec.vm_name)
+            self._runtime.inspect(entry.spec.vm_name)
         except VMNotFound:
-            return self._fresh_way(entry).make()
-        return self._existing(entry, record, None)
+            entry.left_over = False
+        return entry.left_over
+
+    def _left_over(self, entry: TrackedPod) -> VM:
+        """The VM of that name that did not run when we started: started in place, whatever it was once made from. One
+        that ran before has died meanwhile, and that counts as it does while we watch (vkcocoon_watch)."""
+        entry.committed, began = True, self._work.clock.monotonic()
+        record = self._runtime.inspect(entry.spec.vm_name)
+        died = not record.running and not entry.fresh
+        try:
+            vm = self._existing(entry, record, None)
+        except CommandError:
+            if died:
+                self._work.ports.metrics.vm_restart("failed")
+            raise
+        entry.left_over = False
+        if died:
+            entry.restarted = (vm.id, began)
+            self._work.ports.metrics.vm_restart("ok")
+            message = f"VM {vm.name} was {record.state!r} and has been started again"
+            self._work.publication.restarted(entry, "GuestRestarted", message)
+        return vm
 
     def _existing(self, entry: TrackedPod, record: VM, error: CommandError | None) -> VM:
         holder = self._pods.holder_of(record.id)

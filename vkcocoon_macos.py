@@ -70,24 +70,27 @@ class QemuKeeper:
         self._group = group
         self._guests: dict[str, _Guest] = {}
 
-    def bring_up(self, spec: MacosSpec) -> tuple[VM, bool]:
-        """The VM of that name, running: adopted alive, started from its record, or run when there is none.
+    def bring_up(self, spec: MacosSpec, *, ran: bool = False) -> tuple[VM, str]:
+        """The VM of that name: adopted when there is a record of it, else run.
 
-        Returns the record and whether it was adopted alive. The caller holds the VM's lock. Raises CommandError; an
-        inspect that fails otherwise than by "not found" ends here, because it proves nothing.
+        A record without a process is started. But a guest that ``ran`` before has died: whoever probes it finds that,
+        and restarts it as at any other time, counted and within its limits (T5, M3).
+
+        Returns the record and what was done: `adopt`, `start` or `run`. The caller holds the VM's lock. Raises
+        CommandError; an inspect that fails otherwise than by "not found" ends here, because it proves nothing.
         """
         try:
             record = self._cli.inspect(spec.name)
         except VMNotFound:
             self._cli.ensure_image(spec.image)
             try:
-                return self._cli.run(spec), False
+                return self._cli.run(spec), "run"
             except NameTaken:  # by a run that an earlier life of ours had begun
-                record = self._cli.inspect(spec.name)
-        if self._cli.alive(record):
-            return record, True
+                record, ran = self._cli.inspect(spec.name), False
+        if ran or self._cli.alive(record):
+            return record, "adopt"
         self._cli.start(spec.name, spec.vnc)
-        return self._cli.inspect(spec.name), False
+        return self._cli.inspect(spec.name), "start"
 
     def missing(self, name: str) -> bool:
         """Does the tool itself say that there is no record of that VM? A look that fails says nothing."""

@@ -171,9 +171,6 @@ class Readiness:
         entry.has(record)
         self._vnc.adopt(record.name, record.vnc)
         if restarted:
-            entry.restarts += 1
             self._metrics.qemu_restart("ok")
-            self._work.ports.event(
-                entry.pod, "Warning", "GuestRestarted", f"qemu of {record.name} was gone and restarted"
-            )
+            self._publication.restarted(entry, "GuestRestarted", f"qemu of {record.name} was gone and restarted")
         self._publication.publish(entry)

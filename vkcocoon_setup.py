@@ -40,6 +40,7 @@ __all__ = ["GuestSetup"]
 
 ADDRESS_POLL = 0.2  # seconds between two looks for an address before the intent may be ready (T6)
 ADDRESS_BUDGET = {"clone": 45.0, "wake": 45.0}  # then the wait is reported as failed, and goes on (T6)
+FOUND = ("adopt", "restart")  # how a pod comes to a VM that was made before: it ran, or was started again
 RENEW_AFTER = 30.0  # a Windows clone that has no address by then is told to ask again
 NO_ADDRESS = "dhcp lease not observed"
 
@@ -136,9 +137,9 @@ class GuestSetup:
         entry.has(vm)
         entry.lost, entry.hibernated, entry.committed = "", False, True
         entry.ip = vm.static_ip or entry.ip
-        if verb != "adopt":
+        if verb not in FOUND:
             entry.setup = SetupState()
-        if verb != "adopt" or not _failed_for_good(entry.intent):
+        if verb not in FOUND or not _failed_for_good(entry.intent):
             entry.set_intent(IntentState.CREATING)
         return task
 
@@ -177,7 +178,7 @@ class GuestSetup:
     def _has_woken(self, entry: TrackedPod, verb: str) -> bool:
         """Is there a saved state of this VM that it has left behind? A wake that was interrupted is one, too, and a
         hibernate that was and is no longer wanted."""
-        if verb != "adopt" or entry.intent.state is IntentState.READY or not entry.spec.managed:
+        if verb not in FOUND or entry.intent.state is IntentState.READY or not entry.spec.managed:
             return verb == "wake"
         if entry.intent.state is IntentState.HIBERNATING:
             self._snapshots.suspect(entry.spec.vm_name)
@@ -186,17 +187,18 @@ class GuestSetup:
     # --- set-up ---------------------------------------------------------------------------------------------------
 
     def _task(self, entry: TrackedPod, vm: VM, verb: str) -> _Task | None:
-        """What the guest is owed; an adopted one only what an earlier life of ours did not finish."""
+        """What the guest is owed: one that was made before only what an earlier life of ours did not finish, and one
+        that was booted again what it forgot by that."""
         if not entry.spec.managed or entry.spec.macos:
             return None
         cloned = verb in ("clone", "wake")
-        if verb == "adopt":
+        if verb in FOUND:
             unfinished = entry.setup.state == "running" or (not entry.setup.state and not entry.intent.ready)
-            if not unfinished:
+            forgotten = verb == "restart" and entry.setup.state == "done" and bool(vm.static_ip)
+            if not unfinished and not forgotten:
                 return None
-            cloned = not entry.spec.run_mode or entry.spec.vm_name in self._snapshots
+            cloned = not entry.spec.run_mode or entry.spec.vm_name in self._snapshots or bool(entry.setup.state)
             if entry.setup.state == "running":
-                cloned = True
                 self._work.ports.event(entry.pod, "Normal", "ResumedAfterRestart", "the set-up of the guest goes on")
         return _task_for(_kind(entry.spec.os, vm, cloned=cloned), vm)
 
@@ -291,7 +293,7 @@ class GuestSetup:
         """Drop the state a VM woke from; that of an adopted one only when nothing an earlier life began is going on
         with it any more, for it may be what the VM is being removed for. False: the VM is gone."""
         try:
-            if verb == "adopt":
+            if verb in FOUND:
                 self._runtime.start(vm_id)  # changes nothing of a VM that runs, and waits for its turn
             self._snapshots.drop(entry.spec.vm_name)
         except VMNotFound:

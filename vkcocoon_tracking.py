@@ -339,6 +339,11 @@ class Publication:
             self._report_event(entry.pod, "Warning", reason, message[:512])
             self.publish(entry)
 
+    def restarted(self, entry: TrackedPod, reason: str, message: str) -> None:
+        """Its guest had ended and begins anew: counted, and told in an Event."""
+        entry.restarts += 1
+        self._report_event(entry.pod, "Warning", reason, message[:512])
+
     def publish(self, entry: TrackedPod) -> None:
         """The pod as it is known now. Equal states are handed over once; one that is being adopted says nothing before
         it was probed, and one that is going nothing more."""

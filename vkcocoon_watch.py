@@ -217,9 +217,8 @@ class VMWatch:
             return self._give_up(entry, "RestartFailed", f"VM {record.name} could not be restarted: {error}")
         entry.restarted = (record.id, now)
         self._metrics.vm_restart("ok")
-        entry.restarts += 1
         message = f"VM {record.name} was {record.state!r} and has been started again"
-        self._work.ports.event(entry.pod, "Warning", "GuestRestarted", message)
+        self._publication.restarted(entry, "GuestRestarted", message)
         return self._refreshed(entry, record.id)
 
     def _refreshed(self, entry: TrackedPod, vm_id: str) -> bool:

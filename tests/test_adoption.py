@@ -1,12 +1,18 @@
 """Startup reconcile calls start too: what runs is adopted, probed before it is published, and nothing is destroyed on
 doubt (K6, K10, D1; clause 1)."""
 
+from dataclasses import replace
+from itertools import pairwise
+
 import pytest
+from structlog.testing import capture_logs
 
 from simulator.fake_vms import GuestSpec
 from simulator.world import World
-from tests.provider_rig import FAST, annotations, calls, reason, status
+from tests.provider_rig import FAST, annotations, calls, events, reason, status
 from tests.test_last_state import macs
+from tests.test_metrics import value
+from tests.test_vm_watch import at
 from vkcocoon_kube import ApiError
 from vkcocoon_setup import ADDRESS_POLL
 
@@ -215,6 +221,136 @@ def test_a_pod_whose_vm_is_gone_is_brought_up_again(world):
     assert world.ready("web-0")
 
 
+# --- what died while nobody watched -----------------------------------------------------------------------------------
+
+MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
+METRIC = {"linux": "vm_restarts_total", "macos": "qemu_restarts_total"}
+
+
+def restarts(world, name="web-0"):
+    return status(world, name)["containerStatuses"][0]["restartCount"]
+
+
+def words(world, name="web-0"):
+    return [word for word, _ in events(world, name)]
+
+
+def died_while_away(world, os):
+    world.create_pod("web-0", os=os, guest=replace(MAC, ssh_after_s=5.0) if os == "macos" else FAST)
+    world.run(20)
+    assert (world.ready("web-0"), restarts(world)) == (True, 0)
+    world.stop()
+    world.guest("web-0").crash()
+    world.run(60)
+    world.start()
+
+
+@pytest.mark.parametrize("os", ["linux", "macos"])
+def test_a_guest_that_died_while_we_were_away_is_restarted_counted_and_told_as_at_any_other_time(world, os):
+    died_while_away(world, os)
+    world.run(20)
+    assert world.ready("web-0")
+    assert (restarts(world), words(world).count("GuestRestarted")) == (1, 1)
+    assert value(world, METRIC[os], result="ok") == 1
+    tool = world.host.macos if os == "macos" else world.host.cocoon
+    assert (tool.count("vm start"), len(world.host.pids())) == (1, 1)
+
+
+def test_a_qemu_that_dies_again_after_a_start_waits_like_any_other(world):
+    """T5: 10 s, then 20 s after the start of the attempt before."""
+    died_while_away(world, "macos")
+    for _ in range(500):
+        if world.host.pids():
+            world.guest("web-0").crash()
+        world.run(0.1)
+    starts = [at(call) for call in world.host.macos.calls if call["verb"] == "vm start"]
+    pauses = [later - earlier for earlier, later in pairwise(starts)]
+    assert pauses == [pytest.approx(10.0, abs=1.1), pytest.approx(20.0, abs=1.1)]
+
+
+def test_a_dead_qemu_of_a_failed_lifecycle_is_not_started_by_a_start_either(world):
+    """M3: as while we watch, until the failure is lifted."""
+    world.create_pod("web-0", os="macos", guest=MAC)
+    world.run(10)
+    world.annotate("web-0", hibernate="true")
+    world.run(5)
+    world.stop()
+    world.guest("web-0").crash()
+    world.start()
+    world.run(60)
+    assert (world.host.pids(), world.host.macos.count("vm start")) == ([], 0)
+    assert reason(world, "web-0", "cocoonstack.io/ProbeReady") == "QEMUDead"
+    world.annotate("web-0", hibernate=None)
+    world.run(20)
+    assert (world.ready("web-0"), len(world.host.pids())) == (True, 1)
+
+
+def test_a_vm_that_stops_again_at_once_after_a_start_is_given_up(world):
+    died_while_away(world, "linux")
+    world.run(10)
+    world.guest("web-0").crash()
+    world.run(10)
+    assert world.pod("web-0") is None
+    assert "RestartCooldown" in words(world)
+
+
+def test_a_vm_that_cannot_be_started_at_a_start_is_tried_again_and_counted_once(world):
+    died_while_away(world, "linux")
+    world.host.cocoon.fail("vm start", times=2)
+    world.run(60)
+    assert world.ready("web-0")
+    assert (restarts(world), words(world).count("GuestRestarted")) == (1, 1)
+    assert (value(world, METRIC["linux"], result="failed"), value(world, METRIC["linux"], result="ok")) == (2, 1)
+
+
+def test_a_static_guest_that_is_booted_again_at_a_start_is_told_its_address_again(world):
+    world.create_pod("web-0", guest=FAST, annotations={"cocoonset.cocoonstack.io/network": "cocoon-static"})
+    world.run(10)
+    assert (world.ready("web-0"), world.host.cocoon.count("vm exec")) == (True, 1)
+    world.stop()
+    world.guest("web-0").crash()
+    world.start()
+    world.run(10)
+    assert (world.ready("web-0"), world.host.cocoon.count("vm exec")) == (True, 2)
+    assert annotations(world, "web-0")["post-clone-state"] == "done"
+
+
+@pytest.mark.parametrize("os", ["linux", "windows", "macos"])
+def test_a_pod_whose_vm_was_lost_while_we_were_away_says_so_once(world, os):
+    """Go provider: the pod is left to its creation. Nobody who watches pods would learn that its disk is a new one."""
+    tool, program = (world.host.macos, "cocoon-macos") if os == "macos" else (world.host.cocoon, "cocoon")
+    world.create_pod("web-0", os=os, guest=GuestSpec(os=os, boot_s=0.0, lease_s=0.0, ssh_after_s=0.0))
+    world.run(20)
+    world.stop()
+    force = [] if os == "macos" else ["--force"]
+    assert tool.execute([program, "vm", "rm", *force, "vk-default-web-0"], 30.0).returncode == 0
+    tool.fail("vm run", times=2)
+    tool.fail("vm clone", times=2)
+    with capture_logs() as logs:
+        world.start()
+        world.run(60)
+    assert (world.ready("web-0"), restarts(world)) == (True, 1)
+    told = [text for word, text in events(world, "web-0") if word == "VMGone"]
+    assert told == ["VM vk-default-web-0 was lost while vk-cocoon was away; the pod has a new one, with nothing of it"]
+    assert [log["event"] for log in logs].count("VM is gone, and the pod has a new one") == 1
+    restart(world)
+    world.run(20)
+    assert (restarts(world), words(world).count("VMGone")) == (1, 1)
+
+
+def test_a_hibernated_vm_was_not_lost(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.annotate("web-0", hibernate="true")
+    world.run(5)
+    world.stop()
+    world.annotate("web-0", hibernate=None)
+    world.start()
+    world.run(10)
+    assert (world.ready("web-0"), restarts(world)) == (True, 0)
+    assert not {"VMGone", "GuestRestarted"} & set(words(world))
+
+
 def test_restarts_are_counted_on_over_a_restart_of_the_daemon(world):
     world.create_pod("mac-0", os="macos", guest=GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0))
     world.run(10)
@@ -286,9 +422,6 @@ def test_a_pod_that_was_deleted_while_we_were_away_leaves_an_orphan_that_is_kept
     world.start()
     world.run(120)
     assert len(world.host.pids()) == 1
-
-
-MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
 
 
 @pytest.mark.parametrize("os", ["linux", "macos"])

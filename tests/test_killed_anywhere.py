@@ -77,6 +77,7 @@ class Create(Story):
     def check(self, world):
         lives(world)
         assert snapshots(world) == ["fc-base:1"]
+        assert status(world, "web-0")["containerStatuses"][0]["restartCount"] == 0
 
 
 class CreateNoMore(Create):

@@ -300,20 +300,25 @@ def test_a_record_without_a_mac_is_read_again_every_ten_seconds_until_it_has_one
 
 
 @pytest.mark.parametrize(
-    ("situation", "verbs"),
+    ("situation", "ran", "verbs", "done"),
     [
-        ("alive", ["inspect"]),
-        ("dead", ["inspect", "start", "inspect"]),
-        ("missing", ["inspect", "ensure_image", "run"]),
+        ("alive", False, ["inspect"], "adopt"),
+        ("alive", True, ["inspect"], "adopt"),
+        ("dead", False, ["inspect", "start", "inspect"], "start"),
+        ("dead", True, ["inspect"], "adopt"),
+        ("missing", False, ["inspect", "ensure_image", "run"], "run"),
+        ("missing", True, ["inspect", "ensure_image", "run"], "run"),
     ],
 )
-def test_bring_up_adopts_starts_or_runs(keeper, tool, situation, verbs):
+def test_bring_up_adopts_starts_or_runs_and_leaves_one_that_died_to_its_probe(
+    keeper, tool, situation, ran, verbs, done
+):
     if situation == "dead":
         tool.living.clear()
     if situation == "missing":
         tool.record = None
-    _, adopted = keeper.bring_up(SPEC)
-    assert ([call[1] for call in tool.calls], adopted) == (verbs, situation == "alive")
+    _, how = keeper.bring_up(SPEC, ran=ran)
+    assert ([call[1] for call in tool.calls], how) == (verbs, done)
 
 
 def test_bring_up_never_runs_a_vm_because_an_inspect_failed(keeper, tool):
