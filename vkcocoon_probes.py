@@ -229,12 +229,6 @@ class Deadline:
     def expired(self) -> bool:
         return self._end_us <= microseconds(self._clock.monotonic())
 
-    @property
-    def patience(self) -> float:
-        """Seconds one echo may wait for its reply (T1); never more than ``remaining()``."""
-        remaining = self.remaining()
-        return remaining if self._patience_s is None else min(self._patience_s, remaining)
-
     def of_one_echo(self) -> Deadline:
         """The deadline of an echo that begins now: after its patience, if there is a limit to it (T1)."""
         return self if self._patience_s is None else self.at_most(self._patience_s)

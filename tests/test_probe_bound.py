@@ -100,7 +100,7 @@ def test_a_guest_that_stops_answering_is_not_ready_within_24_seconds():
     def echo(deadline):
         if rig.clock.elapsed() < silent_from:
             return UP
-        rig.clock.sleep(deadline.patience)
+        rig.clock.sleep(deadline.of_one_echo().remaining())
         return DOWN
 
     rig.start(echo)
@@ -215,7 +215,7 @@ def test_a_deadline_counts_down_to_zero_and_no_further():
 @pytest.mark.parametrize("seconds", [0, -1, -0.0000001])
 def test_a_deadline_without_time_is_expired_from_the_start(seconds):
     deadline = Deadline(VirtualClock(), seconds)
-    assert (deadline.remaining(), deadline.expired, deadline.patience) == (0, True, 0)
+    assert (deadline.remaining(), deadline.expired, deadline.of_one_echo().remaining()) == (0, True, 0)
 
 
 def test_a_deadline_of_none_is_refused():
@@ -238,11 +238,11 @@ def test_a_loop_that_waits_for_the_remainder_ends_exactly_at_the_deadline():
 def test_patience_is_a_part_of_the_deadline_and_ends_with_it():
     clock = VirtualClock()
     deadline = Deadline(clock, 3, patience=0.25)
-    assert deadline.patience == 0.25
+    assert deadline.of_one_echo().remaining() == 0.25
     clock.run(2.875)
-    assert deadline.patience == 0.125
+    assert deadline.of_one_echo().remaining() == 0.125
     clock.run(1)
-    assert deadline.patience == 0
+    assert deadline.of_one_echo().remaining() == 0
 
 
 def test_a_nearer_deadline_is_never_later_and_keeps_the_patience():
@@ -252,7 +252,7 @@ def test_a_nearer_deadline_is_never_later_and_keeps_the_patience():
     assert deadline.at_most(0.5).remaining() == 0.5
     assert deadline.at_most(10).remaining() == 2
     assert deadline.at_most(-1).expired
-    assert deadline.at_most(10).patience == 0.25
+    assert deadline.at_most(10).of_one_echo().remaining() == 0.25
     assert deadline.remaining() == 2
 
 

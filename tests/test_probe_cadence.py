@@ -155,7 +155,7 @@ def test_an_echo_waits_as_long_as_the_pause_but_no_less_than_250_ms_until_the_po
     patiences = []
 
     def probe(deadline):
-        patiences.append((rig.clock.elapsed(), round(deadline.patience, 6), round(deadline.remaining(), 6)))
+        patiences.append((rig.clock.elapsed(), round(deadline.of_one_echo().remaining(), 6), round(deadline.remaining(), 6)))
         return UP if 3 <= rig.clock.elapsed() < 4 else DOWN
 
     rig.start(probe)
@@ -183,7 +183,7 @@ def test_an_echo_waits_as_long_as_the_pause_but_no_less_than_250_ms_until_the_po
 def test_an_echo_of_a_ready_pod_may_use_the_whole_bound_however_fast_the_pace_is():
     rig = Rig(steady_pause=1)
     patiences = []
-    rig.start(lambda deadline: patiences.append(deadline.patience) or UP)
+    rig.start(lambda deadline: patiences.append(deadline.of_one_echo().remaining()) or UP)
     rig.clock.run(2)
     assert patiences == [0.25, 3, 3]
 
