@@ -24,6 +24,9 @@ from vkcocoon_vms import VM
 
 __all__ = ["Readiness"]
 
+ADOPTION_PATIENCE = 1.0  # for a first readable lease file, while VMs are adopted
+ADOPTION_LOOK = 0.05
+
 
 class Readiness:
     """Starts and stops the probes of pods and knows where their guests are."""
@@ -80,6 +83,18 @@ class Readiness:
         if ip != entry.ip and not self.set_vm_ip(entry.key, vm.id, ip):
             return ""  # the pod has another VM by now
         return ip
+
+    def _resolved(self, entry: TrackedPod, vm: VM) -> str:
+        """As `resolve`. While its VM is adopted the pod is Ready for everybody: it does not blink for a lease file that
+        is being written, or not yet there, as we start."""
+        until = self._clock.monotonic() + (ADOPTION_PATIENCE if entry.adopting else 0.0)
+        while True:
+            try:
+                return self.resolve(entry, vm)
+            except LeaseFileError:
+                if self._clock.monotonic() >= until:
+                    raise
+            self._clock.sleep(ADOPTION_LOOK)
 
     def _leased(self, mac: str) -> str:
         """The address of the lease, "" for none; counted."""
@@ -138,7 +153,7 @@ class Readiness:
     def _no_address(self, entry: TrackedPod, vm: VM) -> ProbeResult | None:
         """None when the address is known and free to be published, else the failed probe that says what is missing."""
         try:
-            ip = self.resolve(entry, vm)
+            ip = self._resolved(entry, vm)
         except LeaseFileError as error:
             return ProbeResult(False, Reason.LEASE_FILE_UNREADABLE, str(error))
         if not ip:

@@ -52,6 +52,22 @@ def test_a_healthy_guest_does_not_blink_over_a_restart_and_no_command_touches_it
     assert world.host.macos.count("vm run") == (os == "macos")
 
 
+@pytest.mark.parametrize("trouble", ["missing", "torn", "empty"])
+@pytest.mark.parametrize("seconds", [0.2, 1.5])
+def test_a_lease_file_that_is_being_written_as_we_start_makes_no_pod_blink(world, trouble, seconds):
+    world.create_pod("web-0", guest=FAST)
+    world.run(5)
+    world.stop()
+    since = len(world.kube.requests)
+    world.leases.write(trouble)
+    world.start()
+    world.run(seconds)
+    world.leases.write()
+    world.run(10)
+    assert list(dict.fromkeys(ready_states(world, "web-0", since))) == ([] if seconds < 1.0 else ["False", "True"])
+    assert world.ready("web-0")
+
+
 def test_a_guest_that_misses_the_first_echo_after_a_restart_is_ready_again_with_the_next(world):
     """S4.2: the first probe decides; a new process knows of no answers before it. docs/installation.md says so."""
     world.create_pod("web-0", guest=FAST)

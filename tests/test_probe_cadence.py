@@ -155,7 +155,9 @@ def test_an_echo_waits_as_long_as_the_pause_but_no_less_than_250_ms_until_the_po
     patiences = []
 
     def probe(deadline):
-        patiences.append((rig.clock.elapsed(), round(deadline.of_one_echo().remaining(), 6), round(deadline.remaining(), 6)))
+        patiences.append(
+            (rig.clock.elapsed(), round(deadline.of_one_echo().remaining(), 6), round(deadline.remaining(), 6))
+        )
         return UP if 3 <= rig.clock.elapsed() < 4 else DOWN
 
     rig.start(probe)
