@@ -5,6 +5,10 @@ outside is cut off. With TLS the handshake has a time of its own, and the contex
 so that certificates change without a restart. What a client may see is decided by the application; what it may cost,
 here.
 
+When all places are taken, the client that has kept us waiting goes (for its handshake, its request, or to take its
+answer): first the oldest one of the address that has most of them. So whoever says what they want at once is answered,
+however many others hold connections open. A request that is being worked on is never cut off for another.
+
 Answers that have no end of their own (a log that is followed) are a `Stream`. It is outside the time of a request and
 has other bounds instead: its source runs in a greenlet that ends with the answer, at most about `BUFFER` bytes wait for
 a slow reader, a reader that takes nothing for `Limits.stall_s` is cut off, and one that hangs up ends the source at
@@ -21,14 +25,17 @@ import io
 import os
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from http import HTTPStatus
+from http import HTTPStatus, client
 from typing import TYPE_CHECKING, Any
 
 import gevent.pool
 import gevent.pywsgi
 import structlog
+from gevent import getcurrent
 from gevent.event import Event
 from gevent.pool import Group
 
@@ -60,7 +67,7 @@ class Limits:
 
     request_bytes: int = 16 * 1024  # head and body; what follows on the same connection counts, too
     request_s: float = 10.0  # from the first byte to the last of the answer
-    at_once: int = 32  # connections; more of them wait in the kernel
+    at_once: int = 32  # connections; for one more, somebody who keeps us waiting must go, or it waits in the kernel
     handshake_s: float = 5.0
     stall_s: float = 900.0  # of a stream; somebody who reads a log in a pager may well pause for some minutes
 
@@ -191,12 +198,31 @@ class _TooLarge(OSError, ValueError):
     """Both, because the WSGI server answers 400 to a ValueError in a head and drops an OSError in a body quietly."""
 
 
+class _Place:
+    """One connection among those of a server: whose it is, and whether it is the client we wait for."""
+
+    def __init__(self, greenlet: Any, host: str) -> None:
+        self.greenlet = greenlet  # of the server's pool
+        self.host = host
+        self.waits = False
+        self.streams = False  # an answer without an end has bounds of its own, and is not in the way of its client
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        self.waits = not self.streams
+        try:
+            yield
+        finally:
+            self.waits = False
+
+
 class _BoundedReader(io.RawIOBase):
     """Reads at most so many bytes of one connection."""
 
-    def __init__(self, sock: socket.socket, limit: int) -> None:
+    def __init__(self, sock: socket.socket, limit: int, place: _Place) -> None:
         self._sock = sock
         self._left = limit
+        self._place = place
 
     def readable(self) -> bool:
         return True
@@ -204,9 +230,24 @@ class _BoundedReader(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         if self._left <= 0:
             raise _TooLarge("the request is larger than anything served here could need")
-        read = self._sock.recv_into(memoryview(buffer)[: self._left])
+        with self._place.waiting():
+            read = self._sock.recv_into(memoryview(buffer)[: self._left])
         self._left -= read
         return read
+
+
+class _Rest:
+    """What an application left of the body of a request."""
+
+    def __init__(self, body: Any) -> None:
+        self._body = body
+
+    def _discard(self) -> None:
+        """Read it, so that the answer is not lost in a reset. Raises OSError when it is not what a body looks like."""
+        try:
+            self._body._discard()
+        except ValueError as error:  # the library reports this one as a failure of the application
+            raise OSError(str(error)) from error
 
 
 class _Handler(gevent.pywsgi.WSGIHandler):
@@ -216,7 +257,8 @@ class _Handler(gevent.pywsgi.WSGIHandler):
 
     def __init__(self, sock: Any, address: Any, server: Any) -> None:
         super().__init__(sock, address, server)
-        self.rfile = io.BufferedReader(_BoundedReader(sock, server.limits.request_bytes))
+        self._place: _Place = server.place()
+        self.rfile = io.BufferedReader(_BoundedReader(sock, server.limits.request_bytes, self._place))
         self._stream: Stream | None = None
 
     def handle(self) -> None:
@@ -244,9 +286,15 @@ class _Handler(gevent.pywsgi.WSGIHandler):
 
     def get_environ(self) -> Any:
         environ = super().get_environ()
+        rest: Any = _Rest(self.wsgi_input)
+        self.wsgi_input = rest
         if isinstance(self.socket, ssl.SSLSocket):
             environ[PEER] = self.socket.getpeercert()
         return environ
+
+    def _sendall(self, data: Any) -> None:
+        with self._place.waiting():
+            super()._sendall(data)  # type: ignore[misc]  # the stubs leave it out
 
     def process_result(self) -> None:
         if isinstance(self.result, Stream):
@@ -258,6 +306,7 @@ class _Handler(gevent.pywsgi.WSGIHandler):
     def _send(self, stream: Stream) -> None:
         clock, stall_s = self.server.clock, self.server.limits.stall_s
         attention = Group()
+        self._place.streams = True
         try:
             spawn(attention, f"listen to {self.client_address}", self._listen, stream)
             for option, value in KEEPALIVE:
@@ -286,6 +335,16 @@ class _Handler(gevent.pywsgi.WSGIHandler):
         except (OSError, ValueError):  # reset, too much, or closed by ourselves
             pass
         stream.hang_up()
+
+    def _handle_client_error(self, ex: Exception) -> tuple[str, bytes]:
+        """The answer to a head that cannot be read. The library prints a traceback of whatever it did not expect."""
+        large = isinstance(ex, (_TooLarge, client.HTTPException)) or self.headers.status
+        status = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if large else HTTPStatus.BAD_REQUEST
+        log.debug(
+            "a request cannot be read", client=str(self.client_address), answered=int(status), error=str(ex) or repr(ex)
+        )
+        head = f"HTTP/1.1 {status.value} {status.phrase}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        return str(status.value), head.encode()
 
     def handle_error(self, t: Any, v: Any, tb: Any) -> None:
         if not issubclass(t, Exception):
@@ -320,6 +379,7 @@ class BoundedServer(gevent.pywsgi.WSGIServer):
         self.clock = clock
         self.limits = limits
         self._tls = tls
+        self._places: dict[object, _Place] = {}  # by greenlet, the oldest first
         super().__init__(
             listener,
             application,
@@ -331,7 +391,33 @@ class BoundedServer(gevent.pywsgi.WSGIServer):
             environ={"SERVER_NAME": "localhost", "wsgi.url_scheme": "https" if tls else "http"},
         )
 
+    def place(self) -> _Place:
+        """Of the connection that is handled here."""
+        return self._places[getcurrent()]
+
     def handle(self, sock: Any, address: Any) -> None:
+        greenlet = getcurrent()
+        self._places[greenlet] = _Place(greenlet, str(address[0]) if address else "")
+        try:
+            self._make_room()
+            self._serve(sock, address)
+        finally:
+            self._places.pop(greenlet, None)
+
+    def _make_room(self) -> None:
+        """Leave a place for whoever comes next, as long as somebody keeps us waiting."""
+        if len(self._places) < self.limits.at_once:
+            return
+        waiting = [place for place in self._places.values() if place.waits]
+        if not waiting:
+            return
+        of_host = Counter(place.host for place in waiting)
+        slow = max(waiting, key=lambda place: of_host[place.host])
+        del self._places[slow.greenlet]
+        log.debug("a client that kept us waiting had to go for another", client=slow.host)
+        slow.greenlet.kill(block=False)
+
+    def _serve(self, sock: Any, address: Any) -> None:
         if self._tls is None:
             super().handle(sock, address)
             return
@@ -347,7 +433,7 @@ class BoundedServer(gevent.pywsgi.WSGIServer):
         secured = None
         try:
             secured = tls().wrap_socket(sock, server_side=True, do_handshake_on_connect=False)
-            with self.clock.timeout(self.limits.handshake_s):
+            with self.clock.timeout(self.limits.handshake_s), self.place().waiting():
                 secured.do_handshake()
         except (OSError, ValueError, ProbeTimeout) as error:
             log.debug("no TLS connection with a client", client=str(address), error=str(error))

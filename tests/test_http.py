@@ -2,6 +2,8 @@
 
 import gzip
 import socket
+import struct
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 import pytest
@@ -254,19 +256,39 @@ class TestRequests:
         ("request_bytes", "status"),
         [
             (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", b"414"),
-            (b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 20000 + b"\r\n\r\n", b"400"),
-            (b"GET / HTTP/1.1\r\n" + b"X-Many: a\r\n" * 3000 + b"\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 20000 + b"\r\n\r\n", b"431"),
+            (b"GET / HTTP/1.1\r\n" + b"X-Many: a\r\n" * 3000 + b"\r\n", b"431"),
+            (b"GET / HTTP/1.1\r\n" + b"X-Many: a\r\n" * 101 + b"\r\n", b"431"),
             (b"what is this\r\n\r\n", b"400"),
+            (b"GET / HTTP/1\r\n\r\n", b"400"),
             (b"GET / HTTP/1.1\r\nContent-Length: -1\r\n\r\n", b"400"),
             (b"GET / HTTP/1.1\r\nContent-Length: many\r\n\r\n", b"400"),
+            (b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n\r\n", b"405"),
         ],
     )
-    def test_an_oversized_or_garbled_head_is_refused_and_the_next_client_served(self, serve, request_bytes, status):
+    def test_an_oversized_or_garbled_request_is_refused_quietly_and_the_next_client_served(
+        self, serve, request_bytes, status, capfd
+    ):
         server = serve()
-        answer = exchange(server, request_bytes)
+        with structlog.testing.capture_logs() as logged:
+            answer = exchange(server, request_bytes)
         # A client that is still sending when the answer comes may see the connection reset instead.
         assert answer == b"" or answer.split()[1] == status
         assert get(server, "/healthz") == (200, "ok\n")
+        assert [line for line in logged if line["log_level"] != "debug"] == []
+        assert len(logged) <= 1
+        assert capfd.readouterr().err == ""
+
+    def test_a_client_that_resets_within_its_head_leaves_one_quiet_line(self, serve, capfd):
+        server = serve()
+        with structlog.testing.capture_logs() as logged:
+            with socket.create_connection(server.address, timeout=10) as connection:
+                connection.sendall(b"GET / HTTP/1.1\r\nHost: ")
+                assert get(server, "/healthz") == (200, "ok\n")  # by now it reads the head of the first one
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            assert get(server, "/healthz") == (200, "ok\n")
+        assert [line for line in logged if line["log_level"] != "debug"] == []
+        assert capfd.readouterr().err == ""
 
     def test_a_body_without_end_is_cut_off(self, serve):
         server = serve()
@@ -284,13 +306,39 @@ class TestRequests:
     def test_a_client_that_says_nothing_is_cut_off(self, serve):
         assert exchange(serve(limits=Limits(request_s=0.2)), b"") == b""
 
-    def test_as_many_silent_clients_as_are_allowed_only_delay_the_others(self, serve):
-        server = serve(limits=Limits(request_s=0.3))
-        silent = [socket.create_connection(server.address, timeout=10) for _ in range(Limits().at_once + 5)]
-        assert get(server, "/healthz") == (200, "ok\n")
-        for connection in silent:
-            assert read_all(connection) == b""
-            connection.close()
+    @pytest.mark.parametrize(
+        "said", [b"", b"GET /healthz HTTP/1.1\r\nHost: ", b"POST / HTTP/1.1\r\nContent-Length: 9\r\n\r\n"]
+    )
+    def test_clients_that_keep_it_waiting_in_all_places_do_not_lock_the_others_out(self, serve, said):
+        server = serve(limits=Limits(request_s=600.0))  # nobody's time is up while this runs
+        with ExitStack() as stack:
+            for _ in range(3 * Limits().at_once):
+                stack.enter_context(socket.create_connection(server.address, timeout=10)).sendall(said)
+            assert get(server, "/healthz") == (200, "ok\n")
+            assert get(server, "/healthz") == (200, "ok\n")
+
+    def test_clients_that_do_not_take_their_answer_make_room_for_others(self, serve, metrics):
+        metrics.pods_from(lambda: [Pod("x" * 30_000_000, True)])
+        server = serve(metrics, limits=Limits(request_s=600.0, at_once=3))
+        with ExitStack() as stack:
+            for _ in range(6):
+                lazy = stack.enter_context(socket.create_connection(server.address, timeout=10))
+                lazy.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            assert get(server, "/healthz") == (200, "ok\n")
+
+    def test_the_one_to_go_is_the_oldest_of_the_address_that_has_most(self, serve):
+        server = serve(limits=Limits(request_s=600.0, at_once=4))
+
+        def connection(host):
+            return stack.enter_context(socket.create_connection(server.address, 10, source_address=(host, 0)))
+
+        with ExitStack() as stack:
+            patient, *greedy = [connection(host) for host in ("127.0.0.2", "127.0.0.3", "127.0.0.3")]
+            assert get(server, "/healthz") == (200, "ok\n")
+            assert read_all(greedy[0]) == b""
+            for one in (patient, greedy[1]):
+                one.sendall(b"GET /healthz HTTP/1.1\r\n\r\n")
+                assert read_all(one).endswith(b"ok\n")
 
     def test_a_client_that_hangs_up_at_once_leaves_no_trace(self, serve, capfd):
         server = serve()

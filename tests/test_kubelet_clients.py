@@ -6,6 +6,7 @@ import os
 import socket
 import ssl
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from pathlib import Path
 from time import process_time
 
@@ -70,12 +71,33 @@ class TestSlow:
             assert rig.clock.monotonic() < began + 4
         assert rig.ask("/healthz") == (200, "ok")
 
-    def test_half_open_ones_in_all_places_only_delay_the_others(self, rig):
-        rig.start(limits=IMPATIENT)
+    def test_half_open_ones_in_all_places_do_not_lock_the_others_out(self, rig):
+        rig.start(limits=replace(IMPATIENT, handshake_s=600.0))
         with ExitStack() as stack:
             for _ in range(3 * IMPATIENT.at_once):
                 stack.enter_context(socket.create_connection(rig.address, timeout=10))
             assert rig.ask("/healthz") == (200, "ok")
+
+    def test_who_follows_a_log_does_not_go_for_those_who_keep_it_waiting(self, rig):
+        rig.start(limits=replace(IMPATIENT, handshake_s=600.0, stall_s=600.0))
+        rig.let_time_pass()
+        with rig.asking(f"{LOG}?follow=true") as answer, ExitStack() as stack:
+            assert answer.piece()
+            for _ in range(3 * IMPATIENT.at_once):
+                stack.enter_context(socket.create_connection(rig.address, timeout=10))
+            assert rig.ask("/healthz") == (200, "ok")
+            rig.cocoon.add_log("vk-default-web-0", "later")
+            assert b"later" in answer.piece()
+
+    def test_a_request_that_is_worked_on_does_not_go_for_another(self, rig):
+        rig.start(limits=replace(IMPATIENT, request_s=600.0, at_once=2))
+        hold = rig.kube.hang("POST *")
+        with rig.connect() as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nAuthorization: Bearer good\r\n\r\n")
+            hold.reached.wait(10)
+            with socket.create_connection(rig.address, timeout=10):
+                hold.release()
+                assert b" 200 " in rest(connection)
 
     def test_a_scraper_that_never_reads_is_cut_off_and_the_next_is_served_meanwhile(self, rig):
         rig.pod.annotations = {"large": "x" * 20_000_000}
@@ -100,8 +122,8 @@ class TestOversized:
         ("request_bytes", "status"),
         [
             (b"GET /" + b"a" * 9000 + b" HTTP/1.1\r\n\r\n", b"414"),
-            (b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n", b"400"),
-            (b"GET / HTTP/1.1\r\n" + b"X-Many: a\r\n" * 9000 + b"\r\n", b"400"),
+            (b"GET / HTTP/1.1\r\nX-Long: " + b"a" * 70_000 + b"\r\n\r\n", b"431"),
+            (b"GET / HTTP/1.1\r\n" + b"X-Many: a\r\n" * 9000 + b"\r\n", b"431"),
             (b"what is this\r\n\r\n", b"400"),
             (b"POST /exec/default/web-0/agent HTTP/1.1\r\nContent-Length: many\r\n\r\n", b"400"),
         ],
