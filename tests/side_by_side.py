@@ -19,7 +19,7 @@ import signal
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
@@ -50,7 +50,8 @@ class Share:
         if session.testsfailed and not session.config.option.continue_on_collection_errors:
             raise session.Interrupted(f"{session.testsfailed} errors during collection")
         for piece in self._taken(session.items):
-            for item, following in zip(piece, [*piece[1:], _elsewhere(session.items, piece[-1])], strict=True):
+            # After a piece comes nothing but the session: what it shares is kept for the next one, and nothing else is.
+            for item, following in zip(piece, [*piece[1:], session], strict=True):
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
                 if session.shouldfail:
                     raise session.Failed(session.shouldfail)
@@ -80,11 +81,6 @@ class Share:
         except FileExistsError:
             return False
         return True
-
-
-def _elsewhere(items: Iterable[Any], item: Any) -> Any:
-    """Some test of another module: what the session shares is kept for whatever comes next, and nothing else is."""
-    return next((each for each in items if each.path != item.path), None)
 
 
 def run(words: Sequence[str], *, processes: int, size: int = PIECE, plugins: Sequence[Any] = ()) -> int:
