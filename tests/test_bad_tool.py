@@ -5,7 +5,7 @@ import pytest
 
 from simulator.fake_vms import GuestSpec
 from simulator.world import World
-from tests.provider_rig import FAST, annotations
+from tests.provider_rig import FAST, annotations, status
 from tests.test_last_state import macs
 from tests.test_sources import mark, trait
 
@@ -15,36 +15,36 @@ MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
 LONG_S = 1500.0  # twice the longest limit that is met here, and the pauses of the retries
 
 
-def exits(tool, verb):
-    tool.fail(verb, name=VM, stderr="\x00\u2603 panic: runtime error: not found? no such thing!\n\n", times=3)
+def exits(tool, verb, name=VM):
+    tool.fail(verb, name=name, stderr="\x00\u2603 panic: runtime error: not found? no such thing!\n\n", times=3)
 
 
-def exits_after_its_work(tool, verb):
-    tool.fail(verb, name=VM, step="after", stderr="", returncode=77, times=2)
+def exits_after_its_work(tool, verb, name=VM):
+    tool.fail(verb, name=name, step="after", stderr="", returncode=77, times=2)
 
 
-def says_nothing(tool, verb):
-    tool.garble(verb, "", name=VM, times=3)
+def says_nothing(tool, verb, name=VM):
+    tool.garble(verb, "", name=name, times=3)
 
 
-def says_half(tool, verb):
-    tool.garble(verb, '{"id": "7ETWEWAFNAJ77D', name=VM, times=3)
+def says_half(tool, verb, name=VM):
+    tool.garble(verb, '{"id": "7ETWEWAFNAJ77D', name=name, times=3)
 
 
-def says_too_much(tool, verb):
-    tool.garble(verb, "x" * 50_000_000, name=VM, times=1)
+def says_too_much(tool, verb, name=VM):
+    tool.garble(verb, "x" * 50_000_000, name=name, times=1)
 
 
-def says_something_else(tool, verb):
-    tool.garble(verb, '{"id": "SOMEBODYELSES", "state": "running", "pid": 1, "config": {"name": "other"}}', name=VM)
+def says_something_else(tool, verb, name=VM):
+    tool.garble(verb, '{"id": "SOMEBODYELSES", "state": "running", "pid": 1, "config": {"name": "other"}}', name=name)
 
 
-def hangs(tool, verb):
-    tool.slow(verb, 600.0, name=VM, step="before", times=1)
+def hangs(tool, verb, name=VM):
+    tool.slow(verb, 600.0, name=name, step="before", times=1)
 
 
-def is_killed(tool, verb):
-    tool.kill(verb, name=VM, step="middle", times=2)
+def is_killed(tool, verb, name=VM):
+    tool.kill(verb, name=name, step="middle", times=2)
 
 
 WAYS = [exits, exits_after_its_work, says_nothing, says_half, says_too_much, says_something_else, hangs, is_killed]
@@ -128,6 +128,22 @@ def test_a_restart_in_place(ready, verb, way):
     ready.run(LONG_S)
     well(ready)
     assert trait(ready, "web-0") == STATE
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("verb", ["vm list", "snapshot list"])
+def test_a_start(ready, verb, way):
+    ready.run(2)
+    made = ready.host.cocoon.count("vm clone")
+    ready.stop()
+    way(ready.host.cocoon, verb, name="*")
+    ready.start()
+    ready.run(LONG_S)
+    well(ready)
+    assert trait(ready, "web-0") == STATE
+    assert [status(ready, name)["containerStatuses"][0]["restartCount"] for name in ("web-0", "neighbor")] == [0, 0]
+    # A list of nothing is what the tool prints on a host without VMs: then their names turn out to be taken.
+    assert ready.host.cocoon.count("vm clone") - made <= (2 if way is says_nothing else 0)
 
 
 @pytest.mark.parametrize("os", ["linux", "macos"])

@@ -469,6 +469,17 @@ class Evict(Story):
             lives(world)
 
 
+class EvictWhatStopsAgain(Evict):
+    def begin(self, world):
+        super().begin(world)
+        world.guest("web-0").crash()
+        world.run(10)
+        assert world.ready("web-0")
+
+    def act(self, world):
+        world.guest("web-0").crash()
+
+
 def _later():
     from vkcocoon_kube import ApiError
 
@@ -588,6 +599,7 @@ STORIES = [
     Restart,
     RestartMacos,
     Evict,
+    EvictWhatStopsAgain,
 ]
 
 

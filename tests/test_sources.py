@@ -127,6 +127,29 @@ def test_a_snapshot_of_the_other_hypervisor_is_refused_in_words_and_nothing_is_m
     assert world.host.pids() == []
 
 
+@pytest.mark.parametrize("source", ["fork", "hibernated"])
+def test_a_fork_or_a_saved_state_of_the_other_hypervisor_is_refused_in_words_and_kept(world, source):
+    world.create_pod("main", guest=FAST)
+    world.run(5)
+    name = "vk-default-main"
+    if source == "hibernated":
+        world.annotate("main", hibernate="true", keep_snapshot_on_delete="true")
+        world.run(5)
+        world.delete_pod("main")
+        world.run(5)
+        assert (world.pod("main"), world.host.pids()) == (None, [])
+        wishes = {BACKEND: "firecracker", RESTORE: "true", "vm.cocoonstack.io/name": name}
+    else:
+        wishes = {BACKEND: "firecracker", FORK: name}
+    world.create_pod("web-0", guest=FAST, annotations=wishes)
+    world.run(60)
+    snapshot = f"fork-{name}" if source == "fork" else name
+    words = f"snapshot {snapshot} is of cloud-hypervisor, and the pod asks for firecracker"
+    assert words in annotations(world, "web-0")["lifecycle-state-message"]
+    assert len(world.host.pids()) == (1 if source == "fork" else 0)
+    assert snapshot in [record["name"] for record in world.host.storage.read("cocoon/snapshots.json").values()]
+
+
 def test_a_snapshot_that_is_not_there_is_named(world):
     world.create_pod("web-0", guest=FAST, annotations={IMAGE: "nowhere:1"})
     world.run(5)
