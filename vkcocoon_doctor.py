@@ -239,6 +239,17 @@ def _control_socket(site: Site) -> Iterator[Finding]:
     yield Finding("control-socket", OK, f"cocoon-net answers at {path}")
 
 
+def _state_dir(site: Site) -> Iterator[Finding]:
+    path = site.settings.state_dir
+    there = os.path.exists(path)
+    place = path if there else os.path.dirname(path)  # of which the daemon makes only the last directory
+    if os.path.isdir(place) and os.access(place, os.W_OK):
+        yield Finding("state-dir", OK, f"{path} can be written" if there else f"{path} can be made")
+    else:
+        text = f"{path} cannot be written: a kill in the middle of a removal leaves an address leased"
+        yield Finding("state-dir", WARNING, text, "make it a directory that root may write to, or set VK_STATE_DIR")
+
+
 # Cocoon -----------------------------------------------------------------------------------------------------------
 
 
@@ -504,7 +515,7 @@ def _field(path: str, name: str) -> str:
 
 SECTIONS = (
     Section("host", (_python, _raw_socket, _open_files, _buffers, _kvm, _clock, _address), pre=True),
-    Section("leases", (_lease_file, _control_socket), pre=False),
+    Section("leases", (_lease_file, _control_socket, _state_dir), pre=False),
     Section("cocoon", (_cocoon, _root_dir, _macos), pre=False),
     Section("kubernetes", (_kubeconfig, _cluster), pre=False),
     Section("service", (_env_file, _strangers, _unit, _daemon, _certificates), pre=False),

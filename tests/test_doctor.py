@@ -78,6 +78,7 @@ class Patient:
             "leases_path": str(self.file("leases.json", "[]")),
             "cocoon_net_control_socket": str(home / "control.sock"),
             "cocoon_root_dir": str(home),
+            "state_dir": str(home / "state"),
             "cocoon_bin": "/usr/local/bin/cocoon",
             "cocoon_macos_bin": sys.executable,
             "tls_cert": str(home / "tls.crt"),
@@ -202,6 +203,7 @@ class TestIllness:
             "leases_path": "/none",
             "cocoon_net_control_socket": "/none",
             "cocoon_root_dir": "/none",
+            "state_dir": "/none/state",
             "node_ip": "192.0.2.1",
             "node_name": Settings().node_name,
             "kubelet_client_ca": "",
@@ -223,6 +225,7 @@ class TestIllness:
             "address",
             "lease-file",
             "control-socket",
+            "state-dir",
             "cocoon",
             "root-dir",
             "kubeconfig",
@@ -241,6 +244,20 @@ class TestIllness:
     def test_no_raw_socket_is_a_warning_because_probe_ports_work(self, patient, monkeypatch):
         monkeypatch.setattr(vkcocoon_doctor, "open_pinger", NopPinger)
         assert patient.one("raw-socket").mark is WARNING
+
+    @pytest.mark.parametrize(
+        ("place", "mark", "words"),
+        [
+            ("", OK, "can be written"),
+            ("new", OK, "can be made"),
+            ("a/b", WARNING, "cannot"),
+            ("env", WARNING, "cannot"),
+        ],
+    )
+    def test_what_must_outlive_the_daemon_has_a_place_or_can_get_one(self, patient, place, mark, words):
+        patient.settings["state_dir"] = str(patient.home / place).rstrip("/")
+        found = patient.one("state-dir")
+        assert (found.mark, words in found.text) == (mark, True)
 
     @pytest.mark.parametrize(("content", "mark"), [("[]", OK), ("null", OK), ("{", FAILED), ("", FAILED)])
     def test_a_lease_file_is_a_table_or_it_is_not(self, patient, content, mark):
