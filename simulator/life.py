@@ -50,6 +50,8 @@ class Life:
         self.world = world
         self.over = False
         self._members: weakref.WeakSet[gevent.Greenlet[..., Any]] = weakref.WeakSet()
+        # What each pod's probe said last: most say the same for hours, and an hour has many probes.
+        self._said: dict[str, tuple[tuple[bool, str, str], tuple[str, str], tuple[str, str]]] = {}
         self._changing: dict[str, str] = {}  # VM name -> the command that changes it at the moment
         self._witness: Witness | None = None
         self.ports = self._ports()
@@ -136,9 +138,14 @@ class Life:
     def _probed(self, agent: ProbeAgent, result: ProbeResult, lateness_s: float, took_s: float) -> None:
         if self._witness is not None:
             self._witness.probed(agent, result, lateness_s, took_s)
-        message = result.message.replace(self.world.directory, "")  # which has another name in every run
-        fields = {"reason": str(result.reason), "message": message, "took_us": round(took_s * 1_000_000)}
-        self.world.record("probe", "ok" if result.ready else "fails", agent.key, fields)
+        said = self._said.get(agent.key)
+        if said is None or said[0] != result[:3]:
+            message = result.message.replace(self.world.directory, "")  # which has another name in every run
+            said = result[:3], ("reason", str(result.reason)), ("message", message)
+            self._said[agent.key] = said
+        _, reason, words = said
+        took = "took_us", round(took_s * 1_000_000)
+        self.world.timeline.add("probe", "ok" if result.ready else "fails", agent.key, (reason, words, took))
 
     def _commands(self, tool: Tool, execute: Execute) -> Execute:
         def run(argv: Sequence[str], limit: float) -> Completed:

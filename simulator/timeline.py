@@ -39,7 +39,11 @@ class Timeline:
 
     def record(self, actor: str, kind: str, key: str, fields: Mapping[str, Any] = NOTHING) -> None:
         """Add an event that happens now."""
-        entry = Entry(self._clock.now_us, actor, kind, key, tuple(fields.items()))
+        self.add(actor, kind, key, tuple(fields.items()))
+
+    def add(self, actor: str, kind: str, key: str, fields: tuple[tuple[str, Any], ...]) -> None:
+        """The same with the fields as an entry has them, for who can share parts of them between entries."""
+        entry = Entry(self._clock.now_us, actor, kind, key, fields)
         entries = self._entries
         if entries and entry.at_us < entries[-1].at_us:
             self.backwards(f"{entry.seconds:.6f} s comes after {entries[-1].seconds:.6f} s")
