@@ -136,7 +136,8 @@ class TrackedPod:
         """As an earlier run of ours left it in the API; a fresh pod begins as creating, and never restarted."""
         annotations = pod["metadata"].get("annotations") or {}
         restarts = restart_count(pod.get("status") or {})
-        fresh = ANNOTATION_ID not in annotations
+        # A pod made from the YAML of another one brings an id along, but nothing that only a VM of its own makes.
+        fresh = ANNOTATION_ID not in annotations or not (pod.get("status") or {}).get("startTime")
         spec = PodSpec.of(pod)
         leases = _seeded_leases(annotations) if spec.managed else frozenset()
         setup = _seeded_setup(annotations) if spec.managed else SetupState()

@@ -367,6 +367,15 @@ def test_a_hibernated_vm_was_not_lost(world):
     assert not {"VMGone", "GuestRestarted"} & set(words(world))
 
 
+def test_a_pod_that_brings_the_id_of_another_vm_along_has_lost_none(world):
+    """As a pod does that somebody made from the YAML of another one."""
+    world.create_pod("web-0", guest=FAST, annotations={"vm.cocoonstack.io/id": "of-the-pod-it-was-copied-from"})
+    world.run(10)
+    assert world.ready("web-0")
+    assert "VMGone" not in dict(events(world, "web-0"))
+    assert status(world, "web-0")["containerStatuses"][0]["restartCount"] == 0
+
+
 def test_restarts_are_counted_on_over_a_restart_of_the_daemon(world):
     world.create_pod("mac-0", os="macos", guest=GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0))
     world.run(10)
