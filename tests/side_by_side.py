@@ -14,6 +14,7 @@ import ctypes
 import json
 import os
 import random
+import select
 import shutil
 import signal
 import sys
@@ -94,8 +95,8 @@ def run(words: Sequence[str], *, processes: int, size: int = PIECE, plugins: Seq
         directory = Path(name)
         forks = [_forked(words, Share(directory, number, size=size), plugins) for number in range(processes)]
         codes = []
-        for number, pid in enumerate(forks):
-            codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+        for number, word in enumerate(forks):
+            codes.append(_code(word))
             if number:
                 sys.stdout.write((directory / f"said-{number}").read_text(errors="replace"))
         if (directory / "quiet").exists():
@@ -108,11 +109,15 @@ def run(words: Sequence[str], *, processes: int, size: int = PIECE, plugins: Seq
 
 
 def _forked(words: Sequence[str], share: Share, plugins: Sequence[Any]) -> int:
+    """Where its exit code will be read: gevent forgets that of a process nobody has waited for within a minute."""
     sys.stdout.flush()
-    if pid := os.fork():
-        return pid
+    reading, writing = os.pipe()
+    if os.fork():
+        os.close(writing)
+        return reading
     code = CRASHED
     try:
+        os.close(reading)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
         if share.number:
             said = os.open(share.directory / f"said-{share.number}", os.O_WRONLY | os.O_CREAT)
@@ -121,7 +126,16 @@ def _forked(words: Sequence[str], share: Share, plugins: Sequence[Any]) -> int:
         code = _pytest(words, share, plugins)
         sys.stdout.flush()
     finally:
+        os.write(writing, bytes([code]))
         os._exit(code)
+
+
+def _code(reading: int) -> int:
+    """Waits for the end of a fork; one that was killed says nothing."""
+    select.select([reading], [], [])  # under gevent, others have their turn
+    said = os.read(reading, 1)
+    os.close(reading)
+    return said[0] if said else CRASHED
 
 
 def _pytest(words: Sequence[str], share: Share, plugins: Sequence[Any]) -> int:
