@@ -48,6 +48,44 @@ class TestReference:
                 assert name in known or name.startswith("VK_NODE_NMAE"), f"{page.name}: {name}"
 
 
+class TestTests:
+    def test_each_test_that_a_page_names_exists(self):
+        missing = []
+        for page in PAGES:
+            for file, name in re.findall(r"`((?:e2e/)?test_\w+\.py)::(test_\w+)`", page.read_text()):
+                if not re.search(rf"^ *def {name}\(", (ROOT / "tests" / file).read_text(), re.MULTILINE):
+                    missing.append(f"{page.name}: {file}::{name}")
+        assert missing == []
+
+    def test_each_scenario_is_on_the_page_about_kubernetes_once_and_shown_where_it_says(self):
+        """N1 to N18, P1 to P35, H1 to H17: each is a row, or is said not to be supported."""
+        text = (DOCS / "kubernetes.md").read_text()
+        rows = re.findall(r"^\| ([NPH]\d[^|]*) \|.*\| ([^|]*) \|$", text, re.MULTILINE)
+        (absent,) = re.findall(r"^(H\d.*) are about `exec`", text, re.MULTILINE)
+        numbers = [number for row, _ in rows for number in spelled_out(row)] + spelled_out(absent)
+        wanted = [f"{kind}{n}" for kind, last in (("N", 18), ("P", 35), ("H", 17)) for n in range(1, last + 1)]
+        assert sorted(numbers) == sorted(wanted)
+        e2e = "\n".join(path.read_text() for path in (ROOT / "tests" / "e2e").glob("test_*.py"))
+        run = set(re.findall(r"^def test_([NPH]\d+)_", e2e, re.MULTILINE))
+        for row, shown in rows:
+            places = shown.split(", ")
+            if places == ["e2e"]:
+                assert set(spelled_out(row)) <= run, row
+            elif "e2e" in places:
+                assert set(spelled_out(row)) & run, row
+            for place in set(places) - {"e2e", "traces"}:
+                assert (ROOT / place).is_file(), f"{row}: {place}"
+        assert run <= set(wanted)
+
+
+def spelled_out(text: str) -> list[str]:
+    """N1, N5 to N7 and N9: the numbers one by one."""
+    found = []
+    for kind, first, last in re.findall(r"([NPH])(\d+)(?: to [NPH](\d+))?", text):
+        found += [f"{kind}{n}" for n in range(int(first), int(last or first) + 1)]
+    return found
+
+
 def typed(page: Path) -> list[str]:
     """The command lines of a page's blocks."""
     blocks = re.findall(r"^```(?:sh|console)?\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)

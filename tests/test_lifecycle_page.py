@@ -1,21 +1,12 @@
-"""docs/lifecycle.md says which test holds what: each of them must be there."""
+"""docs/lifecycle.md says which test holds what; that each of them is there is asked in test_docs.py."""
 
-import re
 from pathlib import Path
-
-import pytest
 
 from vkcocoon_spec import SpecError
 from vkcocoon_watch import COOLDOWN
 
 TESTS = Path(__file__).parent
 PAGE = (TESTS.parent / "docs" / "lifecycle.md").read_text()
-NAMED = sorted(set(re.findall(r"`(test_\w+\.py)::(test_\w+)`", PAGE)))
-
-
-@pytest.mark.parametrize(("file", "name"), NAMED, ids=lambda text: text)
-def test_a_test_that_is_named_exists(file, name):
-    assert re.search(rf"^ *def {name}\(", (TESTS / file).read_text(), re.MULTILINE)
 
 
 def test_each_situation_names_what_holds_it():

@@ -21,7 +21,7 @@ from tests.e2e import programs, results
 from tests.e2e.control_plane import ControlPlane
 from tests.e2e.fake_plane import FakePlane
 
-PROCESSES = int(os.environ.get("E2E_PROCESSES", "4"))
+PROCESSES = int(os.environ.get("E2E_PROCESSES", "8"))
 
 
 class Planes:

@@ -263,6 +263,11 @@ def uid_of(obj: dict[str, Any]) -> str:
     return obj["metadata"]["uid"]
 
 
+def vm_of(pod: dict[str, Any]) -> str:
+    """The id of the VM that the pod says it has, "" for none."""
+    return (pod["metadata"].get("annotations") or {}).get("vm.cocoonstack.io/id", "")
+
+
 def condition(obj: dict[str, Any], type_: str = "Ready") -> dict[str, Any]:
     """The condition of that type, {} for none."""
     found = (each for each in obj.get("status", {}).get("conditions") or () if each["type"] == type_)
@@ -275,6 +280,11 @@ def reason(sight: Sight, type_: str = "Ready") -> str:
 
 def is_ready(sight: Sight) -> bool:
     return sight.type != "DELETED" and condition(sight.object).get("status") == "True"
+
+
+def is_up(sight: Sight) -> bool:
+    """Ready, and the pod says which VM that is: annotations follow the status they speak of."""
+    return is_ready(sight) and vm_of(sight.object) != ""
 
 
 def is_not_ready(sight: Sight) -> bool:

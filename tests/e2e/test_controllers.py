@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests.e2e import programs
-from tests.e2e.api import CLOCK, condition, create_pod, is_gone, is_ready, pod_path, reason, uid_of
+from tests.e2e.api import CLOCK, condition, create_pod, is_gone, is_ready, pod_path, reason, uid_of, vm_of
 from tests.e2e.control_plane import SILENCE_S, until
 
 NODES = "/api/v1/nodes"
@@ -294,7 +294,7 @@ def test_kubectl_delete_waits_for_the_vm_and_not_for_the_grace(host, namespace, 
 
 
 @NEEDS_CONTROLLERS
-def test_P24_a_pod_survives_apply_and_an_ephemeral_container(host, namespace, plane, pods):
+def test_P25_a_pod_survives_apply_and_an_ephemeral_container(host, namespace, plane, pods):
     wish = host.pod("applied", namespace=namespace)
     plane.kubectl("apply", "--server-side", "-f", "-", input_=json.dumps(wish))
     ready = pods.first(is_ready, 30, name="applied")
@@ -308,6 +308,6 @@ def test_P24_a_pod_survives_apply_and_an_ephemeral_container(host, namespace, pl
     after = plane.admin.get(pod_path(wish))
     assert condition(after)["status"] == "True"
     assert after["metadata"]["labels"] == {"tier": "back"}
-    assert after["metadata"]["annotations"]["vm.cocoonstack.io/id"]
+    assert vm_of(after)
     assert uid_of(after) == ready.uid
     assert host.tools.cocoon.count("vm run", "vm-applied") == 1

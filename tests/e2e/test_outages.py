@@ -10,9 +10,11 @@ from tests.e2e.api import (
     is_gone,
     is_not_ready,
     is_ready,
+    is_up,
     pod_path,
     reason,
     uid_of,
+    vm_of,
 )
 from tests.e2e.control_plane import until
 from tests.e2e.host import PORT
@@ -36,7 +38,7 @@ def up(plane, pods, namespace):
 
     def make(host, *names, **changes):
         made = [create_pod(plane.admin, host.pod(name, namespace=namespace, **changes)) for name in names]
-        return [pods.first(is_ready, 30, uid=uid_of(pod)).object for pod in made]
+        return [pods.first(is_up, 30, uid=uid_of(pod)).object for pod in made]
 
     return make
 
@@ -101,7 +103,7 @@ def test_P21_what_happened_while_nothing_could_be_written_is_written_once_and_is
 def test_P22_a_vm_that_ended_and_one_that_was_deleted_during_an_outage_are_told_afterwards(linked, plane, pods, up):
     calm, dying, unwanted = up(linked, "calm", "dying", "unwanted")
     linked.link.refuse()
-    linked.tools.cocoon.run(["vm", "rm", "--force", dying["metadata"]["annotations"]["vm.cocoonstack.io/id"]])
+    linked.tools.cocoon.run(["vm", "rm", "--force", vm_of(dying)])
     plane.admin.delete(pod_path(unwanted))
     CLOCK.sleep(20)
     assert "vm-unwanted" in linked.vms(), "nobody could tell us"
@@ -131,8 +133,8 @@ def test_P13_a_namesake_that_took_the_place_in_a_gap_of_the_watch_is_another_pod
     plane.admin.delete(pod_path(old), gracePeriodSeconds=0)
     new = create_pod(plane.admin, linked.pod("swapped", namespace=namespace))
     linked.link.restore()
-    ready = pods.first(is_ready, 60, uid=uid_of(new))
-    ids = [pod["metadata"]["annotations"]["vm.cocoonstack.io/id"] for pod in (old, ready.object)]
+    ready = pods.first(is_up, 60, uid=uid_of(new))
+    ids = [vm_of(pod) for pod in (old, ready.object)]
     assert ids[0] != ids[1]
     verbs = [call["verb"] for call in linked.tools.cocoon.calls if "vm-swapped" in call["names"]]
     assert [verb for verb in verbs if verb in ("vm run", "vm rm")] == ["vm run", "vm rm", "vm run"]
@@ -189,7 +191,7 @@ def test_P23_a_restart_takes_up_every_pod_where_it_is(new_host, plane, pods, up,
     away = CLOCK.monotonic()
     plane.admin.delete(pod_path(ending))
     plane.admin.delete(pod_path(removed), gracePeriodSeconds=0)
-    host.tools.cocoon.run(["vm", "rm", "--force", lost["metadata"]["annotations"]["vm.cocoonstack.io/id"]])
+    host.tools.cocoon.run(["vm", "rm", "--force", vm_of(lost)])
     fresh = create_pod(plane.admin, host.pod("fresh", namespace=namespace))
     CLOCK.sleep(1)
     host.daemon.start()
@@ -201,10 +203,14 @@ def test_P23_a_restart_takes_up_every_pod_where_it_is(new_host, plane, pods, up,
     assert "vm-ending" not in host.vms()
     assert all(is_ready(sight) for sight in pods.about(uid=uid_of(running), since=away)), "adopted without a blink"
     assert host.tools.cocoon.count("vm run", "vm-running") == 1
-    # A VM that is gone is made again for a pod that still wants it.
-    again = pods.first(is_ready, 30, uid=uid_of(lost), since=away)
-    assert again.object["metadata"]["annotations"]["vm.cocoonstack.io/id"]
+    # A VM that is gone is made again for a pod that still wants it, and whoever looks at the pod is told.
+    again = pods.first(
+        lambda sight: is_up(sight) and vm_of(sight.object) != vm_of(lost), 30, uid=uid_of(lost), since=away
+    )
     assert host.tools.cocoon.count("vm run", "vm-lost") == 2
+    assert restarts(again) == 1
+    events = f"/api/v1/namespaces/{namespace}/events?fieldSelector=involvedObject.name=lost,reason=VMGone"
+    until(lambda: plane.admin.get(events)["items"], 15, "an event")
 
 
 def test_P23_with_the_policy_destroy_a_vm_without_a_pod_goes_at_the_start(new_host, plane, pods, up):

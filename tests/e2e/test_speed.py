@@ -17,7 +17,7 @@ CROWD = 1000
 CHURNED = int(os.environ.get("E2E_CHURN", "1000"))
 CHURN_AT_ONCE = 50
 
-pytestmark = pytest.mark.alone
+SPEED = pytest.mark.alone  # what is measured is the daemon, on a machine that has time
 
 
 @pytest.fixture
@@ -47,6 +47,7 @@ def newest(pods, made):
     return {number: last[uid_of(pod)] for number, pod in made.items() if uid_of(pod) in last}
 
 
+@SPEED
 def test_P1_ready_is_seen_soon_after_the_first_successful_probe(crowded, pods, measured):
     """Best of three rounds: what is measured is the daemon, and a neighbor on the machine may spoil a round."""
     host, crowd = crowded()
@@ -74,6 +75,7 @@ def latencies_of(crowd, pods, numbers):
     return [(seen[number] - crowd.met[number]) * 1000 for number in made]
 
 
+@SPEED
 def test_P23_250_adopted_pods_of_which_5_live_are_all_told_within_a_probe_bound_of_the_start(crowded, pods, measured):
     host, crowd = crowded()
     host.start()
@@ -101,6 +103,7 @@ def test_P23_250_adopted_pods_of_which_5_live_are_all_told_within_a_probe_bound_
     assert sum(is_ready(sight) for sight in newest(pods, made).values()) == 5
 
 
+@SPEED
 def test_P28_a_thousand_guests_that_answer_at_once_are_all_seen_ready(crowded, pods, measured):
     """Best of two rounds, for the same reason."""
     host, crowd = crowded()
@@ -122,6 +125,7 @@ def test_P28_a_thousand_guests_that_answer_at_once_are_all_seen_ready(crowded, p
     measured(f"the daemon with {CROWD} Ready pods", f"{memory:.0f} MiB resident")
 
 
+@pytest.mark.real("fewer pods are looked at in test_node.py")
 def test_N14_250_ready_pods_at_rest_cost_no_writes(crowded, plane, pods, measured):
     host, crowd = crowded()
     host.start()
@@ -145,6 +149,7 @@ def test_N14_250_ready_pods_at_rest_cost_no_writes(crowded, plane, pods, measure
     assert plane.admin.get(node)["metadata"]["resourceVersion"] == before
 
 
+@SPEED
 @pytest.mark.timeout(300 + CHURNED / 2)
 def test_P28_memory_is_flat_over_pods_that_come_and_go(crowded, plane, pods, measured):
     host, crowd = crowded()
