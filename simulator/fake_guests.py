@@ -99,7 +99,7 @@ class Network(Protocol):
         """Let nothing out any more, or everything again. Raises GuestError where that cannot be."""
 
     def down(self) -> None:
-        """Have no address."""
+        """Have no address, and answer nothing."""
 
     def plug(self, mac: str) -> None:
         """Have another network card, without an address, or none ("")."""
@@ -141,6 +141,7 @@ class OwnNetwork:
 
     def down(self) -> None:
         self.mute(False)
+        self.echo(False)
         if self._address:
             self._links.remove_address(self._link, self._address.ip, self._address.prefix)
             self._address = None
@@ -229,7 +230,6 @@ class Guest:
         self._serve_commands()
         if isinstance(self._network, OwnNetwork):
             spawn(self._greenlets, "echoes", self._answer_echoes)
-            self._network.echo(False)
         say(self._home, "host", "power on", self.name, pid=os.getpid(), mac=self._mac)
         spec = self._spec
         boot_s = spec.resume_s if self._resumed and spec.resume_s is not None else spec.boot_s
@@ -276,7 +276,6 @@ class Guest:
         self._close_listeners()
         self._wanted_ports, self._says = set(self._spec.ports), {}
         self._echo, self._awake, self._mute = self._spec.echo, False, False
-        self._switch_echoes()
         self._network.down()
         if self._address:
             say(self._home, "guest", "address", self.name, ip="")

@@ -564,6 +564,19 @@ def test_on_loopback_a_guest_listens_on_its_own_address_and_has_no_echo_switch(s
         guest.tell(echo=False)
 
 
+@inside_without_namespaces
+def test_on_loopback_too_a_guest_reboots_and_gets_another_network_card(station):
+    guest = station.guest(ports=[28022])
+    before = guest.ip
+    for order in ({"reboot": True}, {"plug": "0a:58:0a:58:00:97"}):
+        assert guest.tell(open=28023, **order)["ip"] == ""
+        assert not station.accepts(guest, 28022)
+        station.until(lambda: guest.tell(status=True)["ip"])
+        guest.ip = guest.tell(status=True)["ip"]
+        assert station.accepts(guest, 28022) and not station.accepts(guest, 28023)
+    assert guest.ip == station.network.cocoon_net.address("0a:58:0a:58:00:97") != before
+
+
 def main(body, home, where):
     station = Station(Path(home), bridged=where == "bridged")
     try:
