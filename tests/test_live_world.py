@@ -216,6 +216,7 @@ def test_the_daemons_environment_is_accepted_by_its_settings_and_stays_inside_th
         settings.cocoon_bin,
         settings.cocoon_macos_bin,
         settings.cocoon_root_dir,
+        settings.state_dir,
     )
     assert all(path.startswith("/run/playground") for path in paths)
 
