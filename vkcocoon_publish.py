@@ -20,7 +20,7 @@ by the client, and pauses are spent outside of that limit.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -32,6 +32,7 @@ from gevent.pool import Group
 
 from vkcocoon_kube import ApiError, Backoff, KubeApi, Object, Tally, Uncounted, uid_of, version_of
 from vkcocoon_probes import Clock, spawn
+from vkcocoon_quantity import whole_number
 from vkcocoon_status import OWNED_CONDITIONS, OWNED_STATUS_FIELDS, condition_of, pod_key
 
 __all__ = ["Publishers", "agrees", "pod_path", "status_patch"]
@@ -122,8 +123,8 @@ def _owned(status: Object) -> Object:
 
 def _newer(candidate: Object, known: Object) -> bool:
     """May the candidate replace what we know? A reflector can be behind the answer to our own write."""
-    one, other = version_of(candidate), version_of(known)
-    return not (one.isdigit() and other.isdigit()) or int(one) >= int(other)
+    one, other = (whole_number(version_of(pod), digits=20) for pod in (candidate, known))
+    return one is None or other is None or one >= other
 
 
 # --- one pod ------------------------------------------------------------------------------------------------------
@@ -165,6 +166,7 @@ class _Desk:
 
     api: KubeApi
     clock: Clock
+    cached: Callable[[str], Object | None]
     slots: BoundedSemaphore
     gate: Event
     rng: random.Random
@@ -174,7 +176,7 @@ class _Desk:
 class _Publisher:
     """What one pod UID wants the API to hold, what the API holds, and the difference that is owed."""
 
-    def __init__(self, desk: _Desk, pod: Object, held: Object | None) -> None:
+    def __init__(self, desk: _Desk, pod: Object) -> None:
         self.running = False
         self.ended = False  # the API said that the UID is no longer there: nothing is written ever again
         self.absent = False  # the reflector does not see it: nothing is written until it does again
@@ -183,7 +185,7 @@ class _Publisher:
         self.key = pod_key(pod)
         self._path = pod_path(pod)
         self._desk = desk
-        self._held = held
+        self._held = desk.cached(self.uid)
         self._wanted: _Wanted | None = None
         self._handed_at: float | None = None  # since when the API is owed the newest state; None: it was held once
         self._had_status = False  # the API has held this status once: a difference is somebody else's
@@ -199,6 +201,11 @@ class _Publisher:
         self._tried_at = 0.0
         self._repaired_at: float | None = None
         self._complaint = ""
+
+    @property
+    def _listed(self) -> bool:
+        """Does the reflector see the pod? Then one answer that it is gone proves nothing."""
+        return self._desk.cached(self.uid) is not None
 
     @property
     def terminal(self) -> bool:
@@ -227,6 +234,12 @@ class _Publisher:
         if self._held is None or _newer(pod, self._held):
             self._held = pod
         self._kick.set()
+
+    def listed(self, pod: Object | None) -> None:
+        """A complete list shows the pod like this, or not at all. Where it contradicts what we know it is looked at
+        again: a list can be behind the answer to our own write, and versions go back when the API's storage does."""
+        if pod is None or (self._held is not None and not _newer(pod, self._held)):
+            self.doubt()
 
     def doubt(self) -> None:
         """What the API holds is uncertain: the next attempt begins with a look."""
@@ -339,20 +352,27 @@ class _Publisher:
         patch = status_patch(wanted.status, held.get("status") or {})
         body = {"metadata": {"uid": self.uid}, "status": patch}
         answer = self._desk.api.patch(f"{self._path}/status", body, kind="strategic")
+        held = self._learn(answer)
         self._desk.tally.status_write("ok")
         self._accepted, self._compared = (wanted.status, _owned(answer.get("status") or {})), None
         self._had_status = self._had_status or wanted is self._wanted
-        return self._learn(answer)
+        return held
 
     def _read(self) -> None:
         pod = self._desk.api.get(self._path)
-        if uid_of(pod) != self.uid:
+        if uid_of(pod) and uid_of(pod) != self.uid and not self._listed:
             self.end("another pod has the name")
         else:
             self._learn(pod)
 
     def _learn(self, answer: Object) -> Object:
-        """Take an answer of the API for what it holds, unless the reflector has seen something newer since."""
+        """Take an answer of the API for what it holds, unless the reflector has seen something newer since.
+
+        Raises ApiError for one that is not this pod: nobody knows what the API holds then.
+        """
+        if uid_of(answer) != self.uid:
+            self._held = None
+            raise ApiError(0, "NoSuchAnswer", "the answer is not the pod that was asked for")
         if self._held is None or _newer(answer, self._held):
             self._held = answer
         return self._held
@@ -374,12 +394,12 @@ class _Publisher:
 
     def _failed(self, error: ApiError) -> None:
         self._desk.tally.status_write("gone" if error.status == 404 else "failed")
-        if error.status == 404:
+        if error.status == 404 and self._held is None and not self._listed:
             self.end("the API no longer has the pod")
             return
         namesake = _is_about_uid(error)
-        if error.status == 409 or namesake:
-            self._held = None  # the name may be another pod's by now: look before writing again
+        if error.status in (404, 409) or namesake:
+            self._held = None  # gone, another pod has the name by now, or it is a mistake: look before writing again
         pauses = self._rejections if error.status in REJECTED and not namesake else self._backoff
         self._not_before = self._desk.clock.monotonic() + pauses.next(error.retry_after)
         self._complain(f"the API did not take the status: {error}")
@@ -432,8 +452,8 @@ class Publishers:
         if gate is None:
             gate = Event()
             gate.set()
-        self._desk = _Desk(api, clock, BoundedSemaphore(WRITERS), gate, rng or random.Random(0), tally or Uncounted())
-        self._cached = cached
+        slots, rng = BoundedSemaphore(WRITERS), rng or random.Random(0)
+        self._desk = _Desk(api, clock, cached, slots, gate, rng, tally or Uncounted())
         self._by_uid: dict[str, _Publisher] = {}
         self._group = Group()
         self._closed = False
@@ -452,7 +472,7 @@ class Publishers:
             return
         publisher = self._by_uid.get(uid)
         if publisher is None:
-            publisher = self._by_uid[uid] = _Publisher(self._desk, pod, self._cached(uid))
+            publisher = self._by_uid[uid] = _Publisher(self._desk, pod)
         publisher.want(_Wanted(pod["status"], dict(pod["metadata"].get("annotations") or {})))
         if not publisher.owes() and not publisher.ended and not publisher.absent:
             self._desk.tally.status_write("unchanged")
@@ -474,12 +494,11 @@ class Publishers:
         if publisher := self._by_uid.pop(uid, None):
             publisher.end("the pod is gone")
 
-    def recheck(self, listed: Iterable[str] | None = None) -> None:
-        """Start everybody who owes something; with the UIDs of a complete list, look after those it lacks."""
-        known = None if listed is None else set(listed)
+    def recheck(self, listed: Mapping[str, Object] | None = None) -> None:
+        """Start everybody who owes something; with a complete list (by UID), look after those it contradicts."""
         for uid, publisher in list(self._by_uid.items()):
-            if known is not None and uid not in known:
-                publisher.doubt()
+            if listed is not None:
+                publisher.listed(listed.get(uid))
             self._start(publisher)
 
     def is_terminal(self, uid: str) -> bool:

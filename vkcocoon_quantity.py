@@ -1,11 +1,11 @@
-"""Kubernetes quantities: what "500m", "4Gi" and "1e3" are worth. The one place that reads them."""
+"""Numbers that others wrote: Kubernetes quantities ("500m", "4Gi", "1e3") and whole numbers."""
 
 from __future__ import annotations
 
 import re
 from decimal import Decimal
 
-__all__ = ["parse_quantity"]
+__all__ = ["parse_quantity", "whole_number"]
 
 # As the API server's own pattern, with bounds: it keeps no more than 64 bits and a fraction of nine digits.
 _QUANTITY = re.compile(
@@ -25,3 +25,8 @@ def parse_quantity(text: str) -> Decimal:
         raise ValueError(f"{text!r} is no quantity")
     digits, exponent, suffix = matched.groups()
     return Decimal(digits).scaleb(int(exponent or 0)) * _WORTH[suffix or ""]
+
+
+def whole_number(text: str, *, digits: int = 18) -> int | None:
+    """What 1 to so many ASCII digits mean; None for every other text, which Python may refuse to read at all."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) <= digits else None

@@ -1,6 +1,7 @@
 """What the tests of the kubelet half share: a fake API in virtual time, pods to put into it, what was asked of it."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from simulator.clock import VirtualClock
@@ -104,11 +105,11 @@ class Feed:
 class Desk:
     """Publishers over a fake API, with a reflector that shows them what the API holds."""
 
-    def __init__(self, clock: VirtualClock) -> None:
+    def __init__(self, clock: VirtualClock, door: Callable[[FakeKube], Any] = lambda kube: kube) -> None:
         self.clock = clock
         self.kube = FakeKube(clock)
         self.objects: dict[str, Any] = {}
-        self.publishers = Publishers(self.kube, clock, cached=self._cached, rng=Lowest())
+        self.publishers = Publishers(door(self.kube), clock, cached=self._cached, rng=Lowest())
         selector = f"spec.nodeName={NODE}"
         self.reflector = Reflector(
             self.kube, clock, "/api/v1/pods", Feed(self.publishers), field_selector=selector, rng=Lowest()
@@ -122,6 +123,11 @@ class Desk:
         made = self.kube.admin.create("/api/v1/namespaces/default/pods", pod(name, **changes))
         self.clock.run(0)
         return made
+
+    def overlook(self, made: dict[str, Any]) -> None:
+        """From now on the list lacks the pod, without a word."""
+        self.reflector.close()
+        del self.reflector.objects[uid_of(made)]
 
     def held(self, name: str = "web-0") -> dict[str, Any]:
         return self.kube.admin.get(path_of(name))

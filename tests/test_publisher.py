@@ -235,11 +235,77 @@ def test_a_write_that_was_stored_although_its_answer_was_lost_is_not_repeated(de
 
 def test_a_pod_that_is_gone_ends_its_publisher(desk, clock):
     made = desk.pod()
-    desk.reflector.close()
+    desk.overlook(made)
     desk.kube.admin.delete(path_of(), grace_seconds=0)
     desk.publishers.notify(news(made, status()))
     clock.run(60)
-    assert asked(desk.kube) == [(0.0, STATUS)] and len(desk.publishers) == 0
+    assert asked(desk.kube, "PATCH", "GET") == [(0.0, f"GET {path_of()}")] and len(desk.publishers) == 0
+
+
+@pytest.mark.parametrize("where", ["PATCH */web-0/status", "PATCH */web-0", "GET */web-0"])
+def test_a_pod_that_is_listed_and_not_found_is_looked_for(desk, clock, where):
+    made = desk.pod()
+    desk.kube.fail("PATCH */web-0/status", ApiError(409, "Conflict", "so it is read"), times=1)
+    desk.kube.fail(where, ApiError(404, "NotFound", "no"), times=3)
+    desk.publishers.notify(news(made, status(), id="v1"))
+    clock.run(60)
+    held = desk.held()
+    assert (condition(held)["status"], held["metadata"]["annotations"]["vm.cocoonstack.io/id"]) == ("True", "v1")
+    assert desk.publishers.owing() == []
+
+
+class Lying:
+    """An API whose first answers to patches and reads of a pod are something else."""
+
+    def __init__(self, kube, answer, verb, times=2):
+        self._kube, self._answer, self._verb, self._times = kube, answer, verb, times
+
+    def __getattr__(self, name):
+        return getattr(self._kube, name)
+
+    def _lies(self, verb):
+        self._times -= verb == self._verb
+        return verb == self._verb and self._times >= 0
+
+    def get(self, path):
+        return self._answer if self._lies("get") else self._kube.get(path)
+
+    def patch(self, path, body, *, kind):
+        return self._answer if self._lies("patch") else self._kube.patch(path, body, kind=kind)
+
+
+@pytest.mark.parametrize("verb", ["get", "patch"])
+@pytest.mark.parametrize(
+    "answer",
+    [{}, {"metadata": []}, {"status": None, "metadata": {"resourceVersion": "9" * 9}}, {"metadata": {"uid": "x"}}],
+    ids=["nothing", "a list", "no UID", "another UID"],
+)
+def test_an_answer_that_is_not_the_pod_is_not_believed(clock, verb, answer):
+    desk = Desk(clock, lambda kube: Lying(kube, answer, verb))
+    desk.reflector.start()
+    made = desk.pod()
+    desk.kube.fail("PATCH */web-0/status", ApiError(409, "Conflict", "so it is read"), times=1)
+    desk.publishers.notify(news(made, status(), id="v1"))
+    clock.run(60)
+    held = desk.held()
+    assert (condition(held)["status"], held["metadata"]["annotations"]["vm.cocoonstack.io/id"]) == ("True", "v1")
+    desk.close()
+
+
+def test_a_pod_that_is_listed_and_cannot_be_found_is_asked_for_until_the_list_says_so_too(desk, clock):
+    made = desk.pod()
+    desk.reflector.close()
+    clock.run(0)
+    desk.kube.admin.delete(path_of(), grace_seconds=0)
+    desk.publishers.notify(news(made, status()))
+    clock.run(600)
+    assert asked(desk.kube) == [(0.0, STATUS)]  # what is not there is read again, not written to
+    assert 20 <= len(asked(desk.kube, "GET")) <= 40
+    desk.publishers.gone(made["metadata"]["uid"])
+    clock.run(60)
+    count = len(asked(desk.kube, "GET"))
+    clock.run(600)
+    assert len(asked(desk.kube, "GET")) == count
 
 
 def test_a_namesake_is_never_written_to(desk, clock):
@@ -247,6 +313,7 @@ def test_a_namesake_is_never_written_to(desk, clock):
     desk.reflector.close()
     clock.run(0)
     desk.kube.admin.delete(path_of(), grace_seconds=0)
+    clock.spawn("the list notices", lambda: (clock.sleep(0.2), desk.overlook(made)))
     namesake = desk.kube.admin.create("/api/v1/namespaces/default/pods", pod())
     desk.publishers.notify(news(made, status(), id="v1"))
     clock.run(600)
@@ -306,13 +373,32 @@ def test_a_pod_that_was_never_listed_is_looked_after_when_a_list_lacks_it(clock)
     made = kube.admin.create("/api/v1/namespaces/default/pods", pod())
     publishers.notify(news(made, status()))
     clock.run(1)
-    publishers.recheck(listed=[])
+    publishers.recheck(listed={})
     clock.run(1)
     assert len(publishers) == 1 and len(asked(kube)) == 1  # it is there after all
     kube.admin.delete(path_of(), grace_seconds=0)
-    publishers.recheck(listed=[])
+    publishers.recheck(listed={})
     clock.run(1)
     assert len(publishers) == 0 and len(asked(kube)) == 1
+
+
+def test_a_complete_list_is_believed_when_versions_went_back(desk, clock):
+    """As after the API's storage was restored from a backup."""
+    made = desk.pod()
+    desk.publishers.notify(news(made, status(False)))
+    clock.run(1)
+    desk.reflector.close()
+    restored = copy.deepcopy(desk.held())
+    restored["metadata"]["resourceVersion"] = "1"
+    restored["status"] |= status(True)
+    [objects] = [kept.objects for what, kept in desk.kube.store._collections.items() if what.plural == "pods"]
+    objects["default", "web-0"] = restored
+    desk.publishers.observe(restored)
+    clock.run(60)
+    assert len(asked(desk.kube)) == 1  # a watch can be behind, so one event proves nothing
+    desk.publishers.recheck({made["metadata"]["uid"]: restored})
+    clock.run(0)
+    assert condition(desk.held())["status"] == "False"
 
 
 # --- what is ours, what is not ------------------------------------------------------------------------------------
