@@ -15,6 +15,7 @@ VMs are not touched: a restart of this process is invisible to the guests.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
@@ -39,6 +40,7 @@ FIRST_RETRY_S, LAST_RETRY_S = 1.0, 60.0
 STOP_S = 5.0  # for everything that still wants to be written
 HUB_STUCK_S = 2.0  # a hub this late makes every probe of the node late
 NAMED = 3  # pods in a sentence about many
+LONGEST_ERROR = 200  # characters
 
 log = structlog.get_logger()
 
@@ -60,6 +62,8 @@ class Daemon:
         self._began = ports.clock.monotonic()
         self._stop = Event()
         self._group = Group()
+        self._gave_up: Callable[[], None] = lambda: None
+        self.broken = ""  # which part has failed that nothing here mends
         self.started = Event()
         self.recorder = EventRecorder(ports.kube, ports.clock, node_name=settings.node_name)
         self.ports = replace(ports, event=self.recorder.event)
@@ -87,9 +91,14 @@ class Daemon:
         )
         self.provider.notify_pods(self.pods.notify, acknowledged=True)
 
-    def start(self) -> None:
-        """Begin; returns at once. `started` is set when the node is registered and its pods are watched."""
-        spawn(self._group, "start", self._run)
+    def start(self, gave_up: Callable[[], None] = lambda: None) -> None:
+        """Begin; returns at once. `started` is set when the node is registered and its pods are watched.
+
+        ``gave_up`` is called when a part has failed that nothing here mends, see `broken`: the process must end then,
+        for a node that lives and does nothing would still be said to be Ready.
+        """
+        self._gave_up = gave_up
+        spawn(self._group, "start", self._vital, "start", self._run)
 
     def checks(self, monitor: HubMonitor | None = None) -> tuple[Check, ...]:
         """What /healthz, /readyz, the watchdog and the overview ask. The live ones speak of this process alone: an
@@ -97,6 +106,7 @@ class Daemon:
         return (
             Check("hub", lambda: _late(monitor.lag if monitor is not None else 0.0), live=True),
             Check("probes", self._overdue, live=True),
+            Check("greenlets", lambda: self.broken, live=True),
             Check("api", lambda: self.pods.trouble),
             Check("node", self._node_trouble),
             Check("start-up", lambda: "" if self.started.is_set() else "has not finished: see the log"),
@@ -135,9 +145,18 @@ class Daemon:
             return
         self.node.register()
         self.pods.start()
-        spawn(self._group, "watch VMs", self.provider.watch_vms)
+        spawn(self._group, "watch VMs", self._vital, "watch over VMs", self.provider.watch_vms)
         self._clock.wait(self.node.registered, None)
         self.started.set()
+
+    def _vital(self, what: str, function: Callable[[], None]) -> None:
+        """One without which the node would live and do nothing."""
+        try:
+            function()
+        except Exception as error:
+            self.broken = f"the {what} has failed: {error!r}"[:LONGEST_ERROR]
+            self._gave_up()
+            raise
 
     def _reconciled(self) -> bool:
         backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S, rng=random.Random("startup"))
@@ -148,7 +167,10 @@ class Daemon:
             except (ApiError, CommandError) as error:
                 pause = backoff.next()
                 log.warning("cannot see what runs; nothing is touched", error=str(error), retry_seconds=round(pause, 1))
-                self._clock.wait(self._stop, pause)
+            except Exception:  # a mistake over what was seen must not leave the node without hands
+                pause = backoff.next()
+                log.exception("cannot make out what runs; trying again", retry_seconds=round(pause, 1))
+            self._clock.wait(self._stop, pause)
         return False
 
     def _overdue(self) -> str:

@@ -21,6 +21,7 @@ import structlog
 from gevent.pool import Group
 
 from vkcocoon_probes import Clock, ProbeResult, spawn
+from vkcocoon_quantity import whole_number
 from vkcocoon_status import Reason, format_time
 from vkcocoon_vms import VM, CocoonMacosCLI, CommandError, MacosSpec, NameTaken, VMNotFound
 
@@ -188,7 +189,7 @@ class VncPorts:
             return -1
         if vm_name not in self._display:
             taken = set(self._display.values())
-            wish = int(preferred_port) - VNC_BASE if preferred_port.isascii() and preferred_port.isdigit() else -1
+            wish = (whole_number(preferred_port, digits=5) or 0) - VNC_BASE
             free = [wish, *range(VNC_DISPLAYS)] if 0 <= wish < VNC_DISPLAYS else [*range(VNC_DISPLAYS)]
             display = next((number for number in free if number not in taken), -1)
             if display < 0:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from vkcocoon_commands import Completed
 from vkcocoon_kube import ApiError, KubeApi, Object, PatchKind
+from vkcocoon_quantity import whole_number
 from vkcocoon_status import (
     ANNOTATION_LIFECYCLE_STATE,
     LIFECYCLE_READY,
@@ -176,8 +177,7 @@ class Cluster:
 
 
 def _version(pod: Object) -> int:
-    text = str(pod["metadata"].get("resourceVersion") or "")
-    return int(text) if text.isdecimal() else 0
+    return whole_number(str(pod["metadata"].get("resourceVersion") or ""), digits=20) or 0
 
 
 # Commands -------------------------------------------------------------------------------------------------------------

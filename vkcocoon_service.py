@@ -57,7 +57,8 @@ def real_ports(settings: Settings) -> Ports:
 def serve(settings: Settings) -> int:
     """Run until SIGTERM or SIGINT; the exit code of the process. A second signal ends it at once.
 
-    Raises CannotListen when metrics or the kubelet API cannot be served: without them nobody watches this node.
+    Raises CannotListen when metrics or the kubelet API cannot be served: without them nobody watches this node; and
+    RuntimeError when a part of the daemon has failed that only another process can replace.
     """
     settings = replace(settings, node_ip=settings.node_ip or node_address())
     ports = real_ports(settings)
@@ -102,7 +103,7 @@ def serve(settings: Settings) -> int:
         if recorder is not None:
             opened.callback(recorder.close)
             recorder.start(daemon.provider, daemon.pods.notify)
-        daemon.start()
+        daemon.start(asked.set)
         asked.wait()
         log.info("stopping")
         systemd.stopping()
@@ -110,6 +111,8 @@ def serve(settings: Settings) -> int:
             signal.signal(number, signal.SIG_DFL)
         daemon.close()
         systemd.close()
+    if daemon.broken:
+        raise RuntimeError(daemon.broken)
     return 0
 
 

@@ -15,7 +15,7 @@ from decimal import Decimal
 from functools import cached_property
 from typing import Any, TypedDict
 
-from vkcocoon_quantity import parse_quantity
+from vkcocoon_quantity import parse_quantity, whole_number
 from vkcocoon_status import (
     ANNOTATION_GENERATION,
     ANNOTATION_HIBERNATE,
@@ -140,8 +140,7 @@ class PodSpec:
     @property
     def generation(self) -> int:
         """The operator's generation; missing or unreadable reads as 0."""
-        text = self.annotations.get(ANNOTATION_GENERATION, "")
-        return int(text) if re.fullmatch(r"[0-9]{1,18}", text) else 0
+        return whole_number(self.annotations.get(ANNOTATION_GENERATION, "")) or 0
 
     @property
     def image(self) -> str:
@@ -303,9 +302,9 @@ def probe_port(annotations: Mapping[str, str]) -> int | None:
     text = annotations.get(ANNOTATION_PROBE_PORT, "")
     if not text:
         return None
-    digits = text.strip()
-    if len(digits) <= 5 and digits.isascii() and digits.isdigit() and 1 <= int(digits) <= 65535:
-        return int(digits)
+    port = whole_number(text.strip(), digits=5)
+    if port is not None and 1 <= port <= 65535:
+        return port
     raise SpecError(f"annotation {ANNOTATION_PROBE_PORT}={text!r} is no port: decimal digits, 1 to 65535")
 
 

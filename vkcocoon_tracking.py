@@ -27,6 +27,7 @@ from vkcocoon_http import Metrics
 from vkcocoon_macos import VNC_BASE
 from vkcocoon_net import normalize_mac
 from vkcocoon_probes import Clock, ProbeAgent, ProbeResult
+from vkcocoon_quantity import whole_number
 from vkcocoon_spec import PodSpec
 from vkcocoon_status import (
     ANNOTATION_ID,
@@ -492,10 +493,9 @@ class Publication:
 
 def _seeded_intent(annotations: Mapping[str, str]) -> Intent:
     state = annotations.get(ANNOTATION_LIFECYCLE_STATE, "")
-    generation = annotations.get(ANNOTATION_LIFECYCLE_GENERATION, "")
     if state not in set(IntentState):
         return Intent()
-    number = int(generation) if generation.isascii() and generation.isdigit() else 0
+    number = whole_number(annotations.get(ANNOTATION_LIFECYCLE_GENERATION, "")) or 0
     return Intent(IntentState(state), number, annotations.get(ANNOTATION_LIFECYCLE_MESSAGE, ""))
 
 

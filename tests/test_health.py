@@ -10,6 +10,7 @@ import pytest
 from gevent.event import Event
 
 from simulator.fake_vms import GuestSpec
+from simulator.life import Life
 from simulator.world import World
 from tests.probe_rig import DOWN, Rig
 from vkcocoon_daemon import HUB_STUCK_S
@@ -149,11 +150,17 @@ class TestWatchdog:
         assert all("WATCHDOG=1" in message for message in pulse(600))
 
 
+def made(world, number):
+    """A daemon as the world would start it, not yet started."""
+    return Life(world, number).daemon
+
+
 class TestChecks:
     def test_only_what_a_restart_can_heal_is_live(self, world):
         assert [(check.name, check.live) for check in world.daemon.checks()] == [
             ("hub", True),
             ("probes", True),
+            ("greenlets", True),
             ("api", False),
             ("node", False),
             ("start-up", False),
@@ -165,6 +172,26 @@ class TestChecks:
         world.daemon.provider.overdue_probes = lambda: overdue
         (check,) = [check for check in world.daemon.checks() if check.name == "probes"]
         assert check.ask() == "overdue: default/web-4 by 24 s, default/web-3 by 23 s, default/web-2 by 22 s and 2 more"
+
+    @pytest.mark.parametrize("part", ["start_lease", "register"])
+    def test_a_start_that_dies_of_a_mistake_ends_the_process(self, world, part):
+        world.stop()
+        daemon, calls = made(world, 2), []
+        setattr(daemon.node, part, lambda: 1 / 0)
+        daemon.start(lambda: calls.append(daemon.broken))
+        world.run(1)
+        assert calls == ["the start has failed: ZeroDivisionError('division by zero')"]
+        assert [check.ask() for check in daemon.checks() if check.live and check.ask()] == calls
+        daemon.close()
+
+    def test_so_does_the_watch_over_vms(self, world):
+        world.stop()
+        daemon, calls = made(world, 2), []
+        daemon.provider.watch_vms = lambda: 1 / 0
+        daemon.start(lambda: calls.append(daemon.broken))
+        world.run(1)
+        assert calls == ["the watch over VMs has failed: ZeroDivisionError('division by zero')"]
+        daemon.close()
 
     def test_a_node_that_somebody_else_runs_too_is_not_ready(self, world):
         world.daemon.node.alone.clear()

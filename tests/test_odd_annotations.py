@@ -9,7 +9,7 @@ from tests.provider_rig import FAST, annotations, message, status
 from tests.test_last_state import macs
 
 MAC = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
-ODD = ("", " ", "True", "0", "-1", "9" * 40, "\u2603\u0663", "--force", "a\nb", "x" * 5000)
+ODD = ("", " ", "True", "0", "-1", "9" * 40, "\u2603\u0663", "--force", "a\nb", "x" * 5000, "9" * 5000)
 
 WISHES = (
     "cocoonset.cocoonstack.io/managed",

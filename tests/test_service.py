@@ -124,9 +124,9 @@ class TestDoors:
         site.start()
         until(site.node_ready)
         until(lambda: site.get(METRICS, "/readyz")[0] == 200)
-        assert site.get(METRICS, "/healthz?verbose") == (200, "ok\n[+] hub ok\n[+] probes ok\n")
+        assert site.get(METRICS, "/healthz?verbose") == (200, "ok\n[+] hub ok\n[+] probes ok\n[+] greenlets ok\n")
         names = re.findall(r"^\[\+\] (\S+) ok$", site.get(METRICS, "/readyz?verbose")[1], re.MULTILINE)
-        assert names == ["hub", "probes", "api", "node", "start-up", "leases"]
+        assert names == ["hub", "probes", "greenlets", "api", "node", "start-up", "leases"]
 
     def test_a_signal_is_answered_in_the_log(self, site):
         site.start()
