@@ -36,12 +36,13 @@ from vkcocoon_status import Intent, IntentState
 from vkcocoon_tracking import SetupState, TrackedPod
 from vkcocoon_vms import VM, CommandError, VMNotFound
 
-__all__ = ["GuestSetup"]
+__all__ = ["GuestSetup", "hibernating"]
 
 ADDRESS_POLL = 0.2  # seconds between two looks for an address before the intent may be ready (T6)
 ADDRESS_BUDGET = {"clone": 45.0, "wake": 45.0}  # then the wait is reported as failed, and goes on (T6)
 FOUND = ("adopt", "restart")  # how a pod comes to a VM that was made before: it ran, or was started again
 RENEW_AFTER = 30.0  # a Windows clone that has no address by then is told to ask again
+INTERRUPTED = "hibernate: an attempt that was interrupted may still be under way"
 NO_ADDRESS = "dhcp lease not observed"
 
 SETUP_PAUSE = 3.0  # the agent inside a guest starts when it starts
@@ -134,13 +135,15 @@ class GuestSetup:
     def _take(self, entry: TrackedPod, vm: VM, verb: str) -> _Task | None:
         """From now on the VM is the pod's. What its guest is owed."""
         task, entry.woken = self._task(entry, vm, verb), self._has_woken(entry, verb)
+        # The next life must know it as well: until an address is there, what was saved may turn up.
+        message = INTERRUPTED if verb in FOUND and hibernating(entry.intent) else ""
         entry.has(vm)
         entry.lost, entry.hibernated, entry.committed = "", False, True
         entry.ip = vm.static_ip or entry.ip
         if verb not in FOUND:
             entry.setup = SetupState()
         if verb not in FOUND or not _failed_for_good(entry.intent):
-            entry.set_intent(IntentState.CREATING)
+            entry.set_intent(IntentState.CREATING, message)
         return task
 
     def _bring_in(self, entry: TrackedPod, vm: VM, verb: str, task: _Task | None) -> None:
@@ -180,7 +183,7 @@ class GuestSetup:
         hibernate that was and is no longer wanted."""
         if verb not in FOUND or entry.intent.state is IntentState.READY or not entry.spec.managed:
             return verb == "wake"
-        if entry.intent.state is IntentState.HIBERNATING:
+        if hibernating(entry.intent):
             self._snapshots.suspect(entry.spec.vm_name)
         return not entry.spec.hibernate and entry.spec.vm_name in self._snapshots
 
@@ -307,6 +310,13 @@ class GuestSetup:
         """Tell a Windows guest to ask DHCP again. Best effort."""
         with suppress(CommandError):
             self._runtime.exec(vm_id, ["ipconfig", "/renew"], limit=EXEC_LIMIT)
+
+
+def hibernating(intent: Intent) -> bool:
+    """May a command of a hibernate that an earlier life began be under way? Its VM, found running, is creating."""
+    return intent.state is IntentState.HIBERNATING or (
+        intent.state is IntentState.CREATING and intent.message == INTERRUPTED
+    )
 
 
 def _kind(os: str, vm: VM, *, cloned: bool) -> str:

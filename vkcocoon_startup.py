@@ -22,7 +22,7 @@ from vkcocoon_macos import VncPorts
 from vkcocoon_ports import Workplace
 from vkcocoon_probes import spawn
 from vkcocoon_removal import Removal
-from vkcocoon_setup import GuestSetup
+from vkcocoon_setup import GuestSetup, hibernating
 from vkcocoon_snapshots import Snapshots, fork_name
 from vkcocoon_spec import PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, Intent, IntentState
@@ -127,7 +127,7 @@ class Startup:
             self._setup.adopt(entry, vm, "adopt", self._adoptions)
         elif any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
             # One that was saved and stopped in its removal may have lost its disk: what is left of it goes.
-            removed_half = entry.intent.state is IntentState.HIBERNATING and entry.spec.vm_name in self._snapshots
+            removed_half = hibernating(entry.intent) and entry.spec.vm_name in self._snapshots
             entry.left_over = not removed_half
             if removed_half:
                 self._adopt_hibernated(entry)

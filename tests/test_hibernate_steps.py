@@ -333,3 +333,25 @@ def test_whether_a_vm_that_is_gone_was_saved_must_be_certain_before_it_is_lost(r
     ready.run(60)
     assert ready.ready("web-0")
     assert trait(ready, "web-0") == 7 * 2**30
+
+
+@pytest.mark.parametrize("os", ["linux", "windows"])
+def test_a_save_that_outlives_two_daemons_and_is_no_longer_wanted_leaves_no_older_state(world, os):
+    """What it saved would take the place of the guest when that is lost, or of the next one of its name."""
+    world.create_pod("web-0", os=os, guest=GuestSpec(os=os, boot_s=0.0, lease_s=0.0))
+    world.run(10)
+    world.host.cocoon.slow("snapshot save", 30.0, step="middle")
+    world.annotate("web-0", hibernate="true")
+    world.run(2)
+    assert world.host.cocoon.count("snapshot save") == 1
+    world.kill()
+    world.annotate("web-0", hibernate=None)
+    for _ in range(2):
+        world.start()
+        world.clock.run_until(lambda: annotations(world, "web-0")["lifecycle-state"] == "creating", 10.0)
+        world.run(0.5)
+        world.kill()
+    world.start()
+    world.run(90)
+    assert world.ready("web-0")
+    assert VM not in snapshots(world)
