@@ -11,9 +11,8 @@ import gevent.socket
 from gevent.pool import Group
 
 from tests.e2e.api import CLOCK, create_pod
+from tests.e2e.control_plane import free_port
 from vkcocoon_probes import spawn
-
-OPEN_PORT, SILENT_PORT = 28090, 28091
 
 
 class Crowd:
@@ -25,6 +24,8 @@ class Crowd:
         self._namespace = namespace
         self._group = Group()
         self._doors: list[gevent.socket.socket] = []
+        # Two runs on one machine have the same addresses.
+        self.open_port, self.silent_port = free_port(), free_port()
         self.met: dict[int, float] = {}  # pod number -> instant of the first dial that was accepted
 
     def name(self, number: int) -> str:
@@ -35,8 +36,9 @@ class Crowd:
         _, _, third, _ = self._host.place.gateway.split(".")
         return f"127.{1 + int(third) % 60}.{number // 250}.{number % 250 + 1}"
 
-    def create(self, numbers, *, port: int = OPEN_PORT) -> dict[int, dict]:
-        """Pods by number, as the API made them."""
+    def create(self, numbers, *, silent: bool = False) -> dict[int, dict]:
+        """Pods by number, as the API made them; `silent` ones are probed where nobody answers yes or no."""
+        port = self.silent_port if silent else self.open_port
         made: dict[int, dict] = {}
 
         def make(number: int) -> None:
@@ -49,35 +51,35 @@ class Crowd:
             pool.join()
         return made
 
-    def open(self, number: int, port: int = OPEN_PORT) -> None:
+    def open(self, number: int) -> None:
         """The guest of one pod answers from now on."""
         door = gevent.socket.socket()
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind((self.address(number), port))
+        door.bind((self.address(number), self.open_port))
         door.listen(8)
         self._doors.append(door)
         spawn(self._group, f"door {number}", self._serve, number, door)
 
-    def open_all(self, port: int = OPEN_PORT) -> None:
+    def open_all(self) -> None:
         """Every guest answers from now on, by one door for all addresses."""
         door = gevent.socket.socket()
         door.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        door.bind(("0.0.0.0", port))
+        door.bind(("0.0.0.0", self.open_port))
         door.listen(4096)
         self._doors.append(door)
         spawn(self._group, "door for all", self._serve, -1, door)
 
-    def silence(self, port: int = SILENT_PORT) -> None:
-        """Dials to this port are answered neither yes nor no: the queue of its only door is full."""
+    def silence(self) -> None:
+        """Dials to the silent port are answered neither yes nor no: the queue of its only door is full."""
         door = socket.socket()
-        door.bind(("0.0.0.0", port))
+        door.bind(("0.0.0.0", self.silent_port))
         door.listen(0)
         self._doors.append(door)
         for _ in range(2):
             filler = socket.socket()
             filler.setblocking(False)
             with contextlib.suppress(BlockingIOError):
-                filler.connect(("127.0.0.1", port))
+                filler.connect(("127.0.0.1", self.silent_port))
             self._doors.append(filler)
 
     def close(self) -> None:

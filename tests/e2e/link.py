@@ -5,7 +5,8 @@
     link.refuse()         nobody listens, and what was open is cut
     link.stall()          connections are taken and kept, and nothing passes in either direction
     link.cut()            what is open now is broken; new connections work
-    link.restore()        works again
+    link.restore()        works again, also what was stalled
+    link.reroute()        new connections work; those that were stalled stay silent for ever, and nobody hears of it
 
 It passes bytes on and knows nothing of TLS or HTTP.
 """
@@ -45,6 +46,10 @@ class Link:
         if self._server.closed:
             self._server = self._listen(("127.0.0.1", self.port))
 
+    def reroute(self) -> None:
+        self._flowing = Event()  # those that are open wait for the old one
+        self._flowing.set()
+
     def close(self) -> None:
         self._server.stop(timeout=0)
         self.cut()
@@ -57,22 +62,22 @@ class Link:
     def _join(self, client: gevent.socket.socket, _: object) -> None:
         with contextlib.suppress(OSError), client:
             server = gevent.socket.create_connection(self._upstream)
-            ends = {client, server}
+            ends, flowing = {client, server}, self._flowing
             self._open |= ends
             try:
                 with server:
                     for end in ends:
                         end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                    back = gevent.spawn(self._pump, server, client)  # noqa: TID251  harness, joined below
-                    self._pump(client, server)
+                    back = gevent.spawn(self._pump, server, client, flowing)  # noqa: TID251  harness, joined below
+                    self._pump(client, server, flowing)
                     back.join()
             finally:
                 self._open -= ends
 
-    def _pump(self, source: gevent.socket.socket, target: gevent.socket.socket) -> None:
+    def _pump(self, source: gevent.socket.socket, target: gevent.socket.socket, flowing: Event) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
-                self._flowing.wait()
+                flowing.wait()
                 target.sendall(data)
         for end in (source, target):
             with contextlib.suppress(OSError):

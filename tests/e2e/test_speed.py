@@ -10,7 +10,7 @@ import pytest
 
 from tests.e2e.api import CLOCK, condition, create_pod, is_gone, is_ready, pod_path, reason, uid_of
 from tests.e2e.control_plane import until
-from tests.e2e.crowd import SILENT_PORT, Crowd
+from tests.e2e.crowd import Crowd
 
 PODS_MEASURED, ROUNDS = 60, 3
 CROWD = 1000
@@ -82,7 +82,7 @@ def test_P23_250_adopted_pods_of_which_5_live_are_all_told_within_a_probe_bound_
     host.wait_until_ready()
     host.daemon.stop()
     crowd.silence()
-    made = crowd.create(range(245), port=SILENT_PORT) | crowd.create(range(245, 250))
+    made = crowd.create(range(245), silent=True) | crowd.create(range(245, 250))
     for number in range(245, 250):
         crowd.open(number)
     extra = create_pod(crowd._plane.admin, host.pod("meanwhile", namespace=made[0]["metadata"]["namespace"]))
