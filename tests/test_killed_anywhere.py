@@ -534,9 +534,10 @@ class Killer:
 SLOW = ("vm clone", "vm run", "vm start", "vm rm", "snapshot save", "snapshot rm", "image pull")
 
 
-def told(story, at, beside):
+def told(story, at, beside, again=None):
     """Tell the story with a kill at that step (None: without); the steps it took, and where it was killed. ``beside``:
-    where in each command time is spent, so that the next daemon starts beside it; "" for nowhere."""
+    where in each command time is spent, so that the next daemon starts beside it; "" for nowhere. ``again``: the step
+    of the next daemon at which that one is killed, too, if it takes so many."""
     with World(**story.settings) as world:
         story.begin(world)
         for verb in SLOW if beside else ():
@@ -550,6 +551,9 @@ def told(story, at, beside):
             if killer.killed:
                 world.run(0.5 if beside else 20.0)
                 story.meanwhile(world)
+                if again is not None:
+                    killed_again(world, again)
+                    world.run(0.5 if beside else 20.0)
                 world.start()
                 world.run(120)
         steps, killer.killed = list(killer.steps), killer.killed or "not"
@@ -559,6 +563,16 @@ def told(story, at, beside):
         story.check(world)
         assert [entry.text() for entry in world.timeline.of(actor="invariant")] == []
         return steps, killer.killed
+
+
+def killed_again(world, at):
+    """Start the daemon, and end it at that step of its own; at the latest when it has none left."""
+    killer = Killer(world, at)
+    world.start()
+    world.clock.run_until(lambda: world.life is None, 30.0)
+    if not killer.killed:
+        killer.killed = "not"
+        world.kill()
 
 
 STORIES = [
@@ -603,14 +617,14 @@ STORIES = [
 ]
 
 
-def walked(story, beside):
+def walked(story, beside, again=None):
     """Kill the daemon at each step in turn; the steps at which the story did not end as it should, and how."""
     steps, _ = told(story(), None, beside)
     assert len(steps) >= story.least, steps
     failed = {}
     for at in range(len(steps)):
         try:
-            _, killed = told(story(), at, beside)
+            _, killed = told(story(), at, beside, again)
             assert killed != "not"
         except AssertionError as error:
             failed[f"{at}: {steps[at]}"] = str(error).splitlines()[0]
@@ -621,6 +635,13 @@ def walked(story, beside):
 @pytest.mark.parametrize("story", STORIES, ids=lambda story: story.__name__)
 def test_wherever_the_daemon_dies_the_next_one_brings_the_story_to_its_end(story, beside):
     assert walked(story, beside) == {}
+
+
+@pytest.mark.parametrize("again", [0, 1, 4])
+@pytest.mark.parametrize("beside", ["", "middle"], ids=["after it", "beside it"])
+@pytest.mark.parametrize("story", [CreateMacosNoMore, DeleteByForce, HibernateNoMore], ids=lambda story: story.__name__)
+def test_a_daemon_that_dies_again_soon_after_its_start_loses_nothing_either(story, beside, again):
+    assert walked(story, beside, again) == {}
 
 
 CHANGED = [story for story in STORIES if story.meanwhile is not Story.meanwhile]
