@@ -34,6 +34,7 @@ from gevent.event import Event
 from gevent.pool import Group
 
 from vkcocoon_creation import Creation
+from vkcocoon_debts import Claims
 from vkcocoon_guests import way_of
 from vkcocoon_hibernation import Hibernation
 from vkcocoon_macos import QemuKeeper, VncPorts
@@ -76,7 +77,9 @@ class Provider:
             report=ports.event,
             metrics=ports.metrics,
         )
-        work = self._work = Workplace(settings, ports, self._pods, self._publication, VMLocks(), Group())
+        claims = self._claims = Claims(settings.state_dir)
+        self._publication.keep = lambda entry: claims.note(entry.uid, entry.claim) if entry.spec.managed else None
+        work = self._work = Workplace(settings, ports, self._pods, self._publication, VMLocks(), Group(), claims)
         vnc = VncPorts(enabled=bool(settings.macos_vnc_password))
         qemu = QemuKeeper(ports.clock, ports.macos, lock=work.locks.held, group=work.group)
         self._readiness = Readiness(work, probes=self._probes, qemu=qemu, vnc=vnc)
@@ -177,13 +180,14 @@ class Provider:
     def delete_pod(self, pod: Pod) -> None:
         """Take the VM away. Returns when it is gone or was never ours; raises CommandError while it may still exist.
 
-        Publishes Terminating once, then the terminal status (K7). A pod we do not track may still have left a VM of
-        its name behind; that one goes too.
+        Publishes Terminating once, then the terminal status (K7). A pod we do not track may still have left a VM
+        behind; that one goes too.
         """
-        entry = self._pods.get(pod["metadata"]["uid"]) or TrackedPod.of(pod)
+        entry = self._pods.get(pod["metadata"]["uid"]) or self._incarnation(pod)
         self._begin_deletion(entry, pod)
         self._removal.remove(entry)
         self._pods.drop(entry)
+        self._claims.note(entry.uid, None)
         self._publication.withdraw(entry)
         self._publication.terminal(entry)
 
@@ -288,13 +292,14 @@ class Provider:
 
     def _track(self, pod: Pod) -> TrackedPod:
         """The entry of this incarnation with the newest pod in it. A namesake of another UID loses its claim (P3)."""
-        fresh = TrackedPod.of(pod)
-        if (entry := self._pods.get(fresh.uid)) is not None:
-            entry.update(pod)
-        if not (entry or fresh).spec.vm_name:
+        known = self._pods.get(pod["metadata"]["uid"])
+        if known is not None:
+            known.update(pod)
+        fresh = known or self._incarnation(pod)
+        if not fresh.spec.vm_name:
             raise NotOurs(f"annotation {ANNOTATION_VM_NAME} is missing: it names the VM this pod stands for")
-        if entry is not None:
-            return entry
+        if known is not None:
+            return known
         if (former := self._pods.find(fresh.key)) is not None:
             log.warning("pod replaced by a namesake before its deletion was seen", pod=fresh.key, uid=former.uid)
             self._readiness.stop(former)
@@ -302,6 +307,13 @@ class Provider:
             self._publication.withdraw(former)
         self._pods.add(fresh)
         return fresh
+
+    def _incarnation(self, pod: Pod) -> TrackedPod:
+        """As the API has it, and as an earlier life of ours has left it on this host."""
+        entry = TrackedPod.of(pod)
+        if claim := self._claims.get(entry.uid):
+            entry.inherits(claim)
+        return entry
 
     def _may_be_alive(self, entry: TrackedPod) -> bool:
         """Was this pod published with a VM before? Then adoption speaks first, so that it does not blink Not Ready."""

@@ -13,7 +13,7 @@ somebody's loss, so a contradiction ends the creation instead.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import structlog
 
@@ -25,7 +25,7 @@ from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import EvidenceError, PodSpec, SpecError
 from vkcocoon_status import ANNOTATION_ID, ANNOTATION_IP, ANNOTATION_VNC_PORT, Reason
 from vkcocoon_tracking import TrackedPod
-from vkcocoon_vms import VM, CloneSpec, CommandError, NameTaken, Snapshot, SnapshotNotFound, VMNotFound
+from vkcocoon_vms import MACOS_ID, VM, CloneSpec, CommandError, NameTaken, Snapshot, SnapshotNotFound, VMNotFound
 
 __all__ = ["Creation"]
 
@@ -106,6 +106,17 @@ class Creation:
         entry.spec.check_name()
         entry.spec.check_cpu_class(self._work.settings.snapshot_cpu_class)
 
+    def _check_holder(self, entry: TrackedPod, vm_name: str, vm_id: str) -> None:
+        """A VM is one pod's, also that of one which is only pointed at it."""
+        holder = self._pods.holder_of(vm_id)
+        if holder is not None and holder is not entry:
+            raise SpecError(f"VM {vm_name} belongs to pod {holder.key}; two pods cannot stand for one VM")
+
+    def _commit(self, entry: TrackedPod, committed: bool = True) -> None:
+        """From now on there may be a VM of it, also for the next life."""
+        entry.committed = committed
+        self._work.publication.keep(entry)
+
     def _check_rival(self, entry: TrackedPod) -> None:
         if entry.spec.managed and (rival := self._pods.rival(entry)) is not None:
             raise SpecError(f"VM {entry.spec.vm_name} belongs to pod {rival.key}; two pods cannot stand for one VM")
@@ -171,10 +182,12 @@ class Creation:
 
     def _macos_vm(self, entry: TrackedPod) -> VM:
         name = entry.spec.vm_name
-        entry.committed = True
-        display = self._vnc.claim(name, entry.spec.annotations.get(ANNOTATION_VNC_PORT, ""))
+        if not entry.owns(vm_id := f"{MACOS_ID}{name}"):
+            self._check_holder(entry, name, vm_id)
+        order = entry.spec.macos_spec(-1)
+        order = replace(order, vnc=self._vnc.claim(name, entry.spec.annotations.get(ANNOTATION_VNC_PORT, "")))
         try:
-            vm, how = self._qemu.bring_up(entry.spec.macos_spec(display), ran=not entry.fresh)
+            vm, how = self._qemu.bring_up(order, ran=not entry.fresh, begins=lambda: self._commit(entry))
         except CommandError:
             if self._qemu.missing(name):  # on any doubt it may run, and listen there
                 self._vnc.release(name)
@@ -208,16 +221,22 @@ class Creation:
         """What ``make`` made, running.
 
         A name that is taken is our own earlier attempt, unless another pod holds it: adopted, never removed. Only of an
-        attempt that died half-way the tool itself may clear the remains.
+        attempt that died half-way the tool itself may clear the remains. One that is not adopted was not made by this
+        attempt, either.
         """
-        entry.committed = True
+        before = entry.committed
+        self._commit(entry)
         try:
             vm = make()
         except NameTaken as error:
             record = self._runtime.inspect(entry.spec.vm_name)
             gone = record.state == "creating" and self._work.ports.clear_half_made(record) in ("collected", "not-found")
             if not gone:
-                return self._existing(entry, record, error)
+                try:
+                    return self._existing(entry, record, error)
+                except (SpecError, CommandError):
+                    self._commit(entry, before)
+                    raise
             vm = make()
         if not entry.fresh and not wakes:
             self._replaced(entry)
@@ -244,7 +263,8 @@ class Creation:
     def _left_over(self, entry: TrackedPod) -> VM:
         """The VM of that name that did not run when we started: started in place, whatever it was once made from. One
         that ran before has died meanwhile, and that counts as it does while we watch (vkcocoon_watch)."""
-        entry.committed, began = True, self._work.clock.monotonic()
+        self._commit(entry)
+        began = self._work.clock.monotonic()
         record = self._runtime.inspect(entry.spec.vm_name)
         died = not record.running and not entry.fresh
         try:
@@ -262,9 +282,7 @@ class Creation:
         return vm
 
     def _existing(self, entry: TrackedPod, record: VM, error: CommandError | None) -> VM:
-        holder = self._pods.holder_of(record.id)
-        if holder is not None and holder is not entry:
-            raise SpecError(f"VM {record.name} belongs to pod {holder.key}; two pods cannot stand for one VM")
+        self._check_holder(entry, record.name, record.id)
         if record.state == "creating":
             # Somebody is still making it: not adopted, tried again later.
             raise error or SpecError(f"VM {record.name} is being made by somebody else")

@@ -71,19 +71,23 @@ class QemuKeeper:
         self._group = group
         self._guests: dict[str, _Guest] = {}
 
-    def bring_up(self, spec: MacosSpec, *, ran: bool = False) -> tuple[VM, str]:
+    def bring_up(
+        self, spec: MacosSpec, *, ran: bool = False, begins: Callable[[], None] = lambda: None
+    ) -> tuple[VM, str]:
         """The VM of that name: adopted when there is a record of it, else run.
 
         A record without a process is started. But a guest that ``ran`` before has died: whoever probes it finds that,
         and restarts it as at any other time, counted and within its limits (T5, M3).
 
-        Returns the record and what was done: `adopt`, `start` or `run`. The caller holds the VM's lock. Raises
-        CommandError; an inspect that fails otherwise than by "not found" ends here, because it proves nothing.
+        ``begins`` is called before one is run. Returns the record and what was done: `adopt`, `start` or `run`. The
+        caller holds the VM's lock. Raises CommandError; an inspect that fails otherwise than by "not found" ends here,
+        because it proves nothing.
         """
         try:
             record = self._cli.inspect(spec.name)
         except VMNotFound:
             self._cli.ensure_image(spec.image)
+            begins()
             try:
                 return self._cli.run(spec), "run"
             except NameTaken:  # by a run that an earlier life of ours had begun

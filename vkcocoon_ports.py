@@ -14,6 +14,7 @@ import structlog
 from gevent.event import Event
 from gevent.pool import Group
 
+from vkcocoon_debts import Claims
 from vkcocoon_guests import Pinger
 from vkcocoon_http import Metrics
 from vkcocoon_kube import KubeApi
@@ -77,6 +78,7 @@ class Workplace:
     publication: Publication
     locks: VMLocks
     group: Group
+    claims: Claims
     gate: Event = field(default_factory=_open_gate)
 
     @property

@@ -4,10 +4,13 @@ Gone is what we want, so a VM that is gone already is a success; anything else t
 still belong to a living VM. A state that shall be kept and cannot be saved keeps the VM. A lease that cannot be given
 back costs the pool one entry for a day and never a deletion.
 
-A VM that is no more cannot be asked for its MACs. So they stand on its pod, from the moment it has the VM until the
-leases are given back, for the case that somebody else removes the VM; and before we remove one they are written into a
-file (vkcocoon_debts), for the case that we are killed and nobody is left to tell. Either is believed only when no VM
-has those MACs any more.
+That a pod names a VM proves nothing: somebody may have made it by hand. A VM is a pod's when it was bound to it, when
+its id stands on the pod, or when we began to make one of that name for it.
+
+A VM that is no more cannot be asked for its MACs. So they are written into files (vkcocoon_debts): with its pod, from
+the moment it has the VM until the leases are given back, for the case that somebody else removes the VM; and by the id
+of the VM before we remove it, for the case that we are killed and nobody is left to tell. Either is believed only when
+no VM has those MACs any more. What the pod says of its MACs is for people, and anybody may have written it.
 
 A command of an earlier life may still be making a VM that nobody wants any more, and of which there is no trace yet.
 Names of such VMs are expected for a while; what comes under one of them goes.
@@ -61,7 +64,9 @@ class Removal:
         if not entry.spec.managed or not entry.spec.vm_name:
             return
         with self._work.locks.held(entry.spec.vm_name):
-            if entry.vm is None and (rival := self._work.pods.rival(entry)) is not None:
+            if entry.vm is None and not entry.committed and not entry.noted:
+                log.info("nothing was ever begun for the pod", pod=entry.key)
+            elif entry.vm is None and (rival := self._work.pods.rival(entry)) is not None:
                 log.warning("the VM of that name stays: it is another pod's", pod=entry.key, holder=rival.key)
             elif entry.spec.macos:
                 self._remove_macos(entry)
@@ -116,8 +121,8 @@ class Removal:
         self.give_back(dhcp_macs(record), record.name)
 
     def _expect(self, entry: TrackedPod) -> None:
-        """There is no VM of its name; if a command of an earlier life is making one, it is for nobody."""
-        if self._work.clock.monotonic() - self._began < EARLIER_LIFE:
+        """There is no VM of its name; if a command that an earlier life began is making one, it is for nobody."""
+        if entry.inherited and self._work.clock.monotonic() - self._began < EARLIER_LIFE:
             self._expected[entry.spec.vm_name] = entry.spec.macos
 
     # --- leases ---------------------------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ class Removal:
     # --- microVMs -------------------------------------------------------------------------------------------------
 
     def _remove_vm(self, entry: TrackedPod) -> None:
-        """Remove by the id we bound, else by the name only this pod can have; leases go after the VM, never before."""
+        """Remove by the id we bound, else the one of its name that is its own; leases go after the VM, never before."""
         vm = None if entry.gone else entry.vm or self._by_name(entry)
         if vm is not None and self._work.pods.holder_of(vm.id) not in (None, entry):
             return
@@ -194,18 +199,18 @@ class Removal:
         self.release(entry, vm)
 
     def _by_name(self, entry: TrackedPod) -> VM | None:
-        """The VM of the pod's name. One that is being made shows no MAC yet, and its guest may take a lease before it
-        can be removed: it is waited for."""
+        """The VM of the pod's name, if it is its own. One that is being made shows no MAC yet, and its guest may take a
+        lease before it can be removed: it is waited for."""
         clock = self._work.clock
         until = clock.monotonic() + POWER_S
         with suppress(VMNotFound, SpecError):
             entry.spec.check_name()
-            while (record := self._runtime.inspect(entry.spec.vm_name)).state == "creating":
+            while (record := self._runtime.inspect(entry.spec.vm_name)).state == "creating" and entry.owns(record.id):
                 if clock.monotonic() >= until or (outcome := self._work.ports.clear_half_made(record)) == "error":
                     break  # its `vm rm` waits for whoever makes the VM
                 if outcome == "busy":
                     clock.sleep(BUSY_PAUSE)
-            return record
+            return record if entry.owns(record.id) else None
         return None
 
     def _keep(self, entry: TrackedPod, vm: VM) -> None:
@@ -270,6 +275,9 @@ class Removal:
 
     def _remove_macos(self, entry: TrackedPod) -> None:
         name, vm = entry.spec.vm_name, entry.vm
+        vm_id = f"{MACOS_ID}{name}"
+        if not entry.owns(vm_id) or self._work.pods.holder_of(vm_id) not in (None, entry):
+            return
         if vm is None:
             try:
                 vm = self._macos.inspect(name)  # for its MAC; rm itself knows what is gone
@@ -277,8 +285,8 @@ class Removal:
                 self._expect(entry)
             except CommandError as error:
                 log.info("macOS record could not be read", vm=name, error=str(error))
-        self._qemu.forget(f"{MACOS_ID}{name}")
-        self.destroy(vm or VM(f"{MACOS_ID}{name}", name, hypervisor="qemu"), entry.leases)
+        self._qemu.forget(vm_id)
+        self.destroy(vm or VM(vm_id, name, hypervisor="qemu"), entry.leases)
         self._vnc.release(name)
         entry.vm = None
         self.release(entry, vm)

@@ -439,7 +439,7 @@ class Settings:
         "VK_STATE_DIR",
         PATH,
         "/var/lib/vk-cocoon",
-        "Directory for the little that must outlive the process: which leases it still has to give back.",
+        "Directory for the little that must outlive the process: whose VMs are, which leases are owed.",
         group=SERVICE,
     )
     metrics_addr: Address = _setting(  # noqa: RUF009  a field, as all of them

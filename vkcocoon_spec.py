@@ -101,9 +101,10 @@ class PodSpec:
         annotations |= {key: former.annotations[key] for key in _IDENTITY if key in former.annotations}
         return replace(self, vm_name=former.vm_name, annotations=annotations)
 
-    def of_vm(self, vm_name: str) -> PodSpec:
-        """The same wishes for the VM of that name, whatever the annotation says by now."""
-        return replace(self, vm_name=vm_name, annotations={**self.annotations, ANNOTATION_VM_NAME: vm_name})
+    def of_vm(self, vm_name: str, os: str) -> PodSpec:
+        """The same wishes for the VM of that name and guest system, whatever the annotations say by now."""
+        annotations = {**self.annotations, ANNOTATION_VM_NAME: vm_name, OS: os}
+        return replace(self, vm_name=vm_name, annotations=annotations)
 
     def flag(self, key: str) -> bool:
         """Booleans of the contract: exactly ``true`` is true, everything else is false."""

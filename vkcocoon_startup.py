@@ -72,10 +72,17 @@ class Startup:
         records = self._runtime.list()
         self._snapshots.load()
         settling = Group()
-        ours = [pod for pod in pods if PodSpec.of(pod).vm_name and not _ended(pod)]
-        for entry in [self._track(pod) for pod in sorted(ours, key=_claim)]:
-            spawn(settling, f"find the VM of {entry.key}", self._settle, entry, records)
+        claims = self._work.claims
+        claims.keep({pod["metadata"]["uid"] for pod in pods})
+        ours = [pod for pod in pods if PodSpec.of(pod).vm_name or claims.get(pod["metadata"]["uid"])]
+        tracked = [self._track(pod) for pod in sorted(ours, key=_claim)]
+        for entry in tracked:
+            if entry.spec.managed:
+                spawn(settling, f"find the VM of {entry.key}", self._settle, entry, records)
         settling.join()
+        for entry in tracked:
+            if not entry.spec.managed and not _ended(entry.pod):
+                self._settle_unmanaged(entry)  # after those who have a VM of their own
         names = {PodSpec.of(pod).vm_name for pod in pods} | {entry.spec.vm_name for entry in self._pods}
         ids = {entry.vm.id for entry in self._pods if entry.vm is not None} | set(map(_id_of, pods))
         for record in records:
@@ -102,10 +109,20 @@ class Startup:
 
     def _settle(self, entry: TrackedPod, records: list[VM]) -> None:
         """What is not adopted stays tracked, so that its VM name stays its own until `create_pod` is called for it."""
-        if not entry.spec.managed:
-            self._settle_unmanaged(entry)
-        elif self._pods.rival(entry) is None:
+        self._identify(entry, records)
+        if self._pods.rival(entry) is not None:
+            return
+        if _ended(entry.pod):
+            self._settle_ended(entry, records)
+        else:
             self._settle_own(entry, records)
+
+    def _settle_ended(self, entry: TrackedPod, records: list[VM]) -> None:
+        """It is not brought up again (K6), but what it has left is its own until it is deleted, and goes with it."""
+        name = entry.spec.vm_name
+        found = entry.spec.macos or name in self._snapshots or any(record.name == name for record in records)
+        if not (found and (entry.committed or entry.noted)):
+            self._pods.drop(entry)
 
     def _settle_unmanaged(self, entry: TrackedPod) -> None:
         try:
@@ -116,7 +133,6 @@ class Startup:
             self._setup.adopt(entry, vm, "unmanaged", self._adoptions)
 
     def _settle_own(self, entry: TrackedPod, records: list[VM]) -> None:
-        self._identify(entry, records)
         vm = self._live_macos(entry) if entry.spec.macos else _record_of(entry, records)
         holder = self._pods.holder_of(vm.id) if vm is not None else None
         if holder is not None:
@@ -125,7 +141,10 @@ class Startup:
             entry.has(vm)  # deletion was asked for while we were away: no probe (P6), delete_pod comes next
         elif vm is not None:
             self._setup.adopt(entry, vm, "adopt", self._adoptions)
-        elif any(record.name == entry.spec.vm_name and record.state != "creating" for record in records):
+        elif any(
+            record.name == entry.spec.vm_name and record.state != "creating" and entry.owns(record.id)
+            for record in records
+        ):
             # One that was saved and stopped in its removal may have lost its disk: what is left of it goes.
             removed_half = hibernating(entry.intent) and entry.spec.vm_name in self._snapshots
             entry.left_over = not removed_half
@@ -135,19 +154,19 @@ class Startup:
             self._adopt_hibernated(entry)
 
     def _identify(self, entry: TrackedPod, records: list[VM]) -> None:
-        """Whatever its name annotation says by now, the pod has the VM whose id we wrote; that of a macOS guest says
-        its name."""
-        vm_id = _id_of(entry.pod)
-        if entry.spec.macos:
-            entry.stays_with(vm_id.removeprefix(MACOS_ID) if vm_id.startswith(MACOS_ID) else entry.spec.vm_name)
+        """Whatever its name and os annotations say by now, the pod has the VM whose id we wrote, and of the tool that
+        gave it; that of a macOS guest says its name."""
+        vm_id = entry.noted
+        if vm_id.startswith(MACOS_ID):
+            entry.stays_with(vm_id.removeprefix(MACOS_ID), "macos")
         elif record := next((record for record in records if vm_id and record.id == vm_id), None):
-            entry.stays_with(record.name)
+            entry.stays_with(record.name, "linux" if entry.spec.macos else entry.os)
 
     def _live_macos(self, entry: TrackedPod) -> VM | None:
         """A macOS guest that runs is adopted; on any doubt `create_pod` decides, which never runs a second one."""
         try:
             record = self._macos.inspect(entry.spec.vm_name)
-            if not self._macos.alive(record):
+            if not self._macos.alive(record) or not entry.owns(record.id):
                 return None
         except CommandError:
             return None
@@ -158,11 +177,14 @@ class Startup:
         """A hibernated pod has no VM on purpose. One that was interrupted on its way there or back, or failed, is
         hibernated when it has no VM and its snapshot is there: a fresh VM in its place would be somebody's loss."""
         interrupted = _between(entry.intent)
-        if entry.terminating or not (interrupted or entry.intent.state is IntentState.HIBERNATED):
+        if not (interrupted or entry.intent.state is IntentState.HIBERNATED):
             return
         if interrupted and entry.spec.vm_name not in self._snapshots:
             return
-        entry.hibernated = entry.committed = True
+        entry.committed = True
+        if entry.terminating:
+            return
+        entry.hibernated = True
         # The rest of what was interrupted is done by its actor, which is handed every pod once.
         entry.set_intent(IntentState.HIBERNATING if interrupted else IntentState.HIBERNATED)
         self._publication.publish(entry)
@@ -248,10 +270,9 @@ def _claim(pod: Pod) -> tuple[bool, str, str]:
 
 
 def _record_of(entry: TrackedPod, records: list[VM]) -> VM | None:
-    """The running VM of a pod: by the id we wrote, else by its name (our annotation may never have arrived)."""
+    """The running VM of a pod: by the id we wrote, else by its name when we began to make one (our annotation may never
+    have arrived)."""
     running = [record for record in records if record.running]
-    for wanted, attribute in ((_id_of(entry.pod), "id"), (entry.spec.vm_name, "name")):
-        for record in running:
-            if wanted and getattr(record, attribute) == wanted:
-                return record
-    return None
+    named = [record for record in running if record.id == entry.noted]
+    named += [record for record in running if record.name == entry.spec.vm_name and entry.committed]
+    return next(iter(named), None)

@@ -22,6 +22,7 @@ import structlog
 from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 
+from vkcocoon_debts import Claim
 from vkcocoon_guests import ReadyAddresses
 from vkcocoon_http import Metrics
 from vkcocoon_macos import VNC_BASE
@@ -123,6 +124,8 @@ class TrackedPod:
     saved: str = ""  # the id of the VM that was last saved whole
     kept: str = ""  # the id of the VM whose last state was saved for the time after its pod
     left_over: bool = False  # at start there was a VM of its name that did not run
+    noted: str = ""  # the id that stood on the pod when we began to track it, when nothing better is known
+    inherited: bool = False  # an earlier life of ours began to make a VM for it
     committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False
     seen_gone: bool = False  # the API shows that its VM is gone
@@ -140,10 +143,10 @@ class TrackedPod:
         # A pod made from the YAML of another one brings an id along, but nothing that only a VM of its own makes.
         fresh = ANNOTATION_ID not in annotations or not (pod.get("status") or {}).get("startTime")
         spec = PodSpec.of(pod)
-        leases = _seeded_leases(annotations) if spec.managed else frozenset()
         setup = _seeded_setup(annotations) if spec.managed else SetupState()
         intent = _seeded_intent(annotations)
-        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, leases=leases, setup=setup)
+        noted = "" if fresh else annotations.get(ANNOTATION_ID, "")
+        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, noted=noted, setup=setup)
 
     @property
     def key(self) -> str:
@@ -186,11 +189,29 @@ class TrackedPod:
         """The same in a sentence."""
         return _explanation(self.status or {})[2]
 
-    def stays_with(self, vm_name: str) -> None:
+    @property
+    def claim(self) -> Claim | None:
+        """What there may be of it on this host, for the next life; None: nothing, and nothing was begun."""
+        return Claim(self.spec.vm_name, self.os, self.leases) if self.committed else None
+
+    def inherits(self, claim: Claim) -> None:
+        """An earlier life of ours has left that; what stands on the pod, anybody may have edited meanwhile."""
+        self.stays_with(claim.vm_name, claim.os)
+        self.noted = ""
+        self.committed = self.inherited = True
+        self.leases |= claim.macs
+
+    def owns(self, vm_id: str) -> bool:
+        """May the VM of its name, which has this id, be its own? We began to make one for it, or wrote that id on it.
+        That it names a VM proves nothing."""
+        return self.committed or (bool(vm_id) and vm_id == self.noted)
+
+    def stays_with(self, vm_name: str, os: str) -> None:
         """It has the VM of that name, which was edited while nobody watched: a living pod keeps its VM."""
-        if vm_name != self.spec.vm_name:
-            log.warning("a living pod keeps its VM", pod=self.key, vm=vm_name, asked=self.spec.vm_name)
-            self.spec, self.committed = self.spec.of_vm(vm_name), True
+        if (vm_name, os) != (self.spec.vm_name, self.os):
+            asked = self.spec
+            log.warning("a living pod keeps its VM", pod=self.key, vm=vm_name, asked=asked.vm_name, os=asked.os)
+            self.spec, self.committed = self.spec.of_vm(vm_name, os), True
 
     def has(self, vm: VM) -> None:
         """Its VM as it is now; the leases of its network cards are ours from here on."""
@@ -332,6 +353,7 @@ class Publication:
         self._addresses: ReadyAddresses[TrackedPod] = ReadyAddresses()
         self._claimers: dict[str, TrackedPod] = {}  # UID -> who holds an address, forgotten pods among them
         self.notify: Notify = lambda pod: None
+        self.keep: Callable[[TrackedPod], None] = lambda entry: None  # writes down what there may be of a pod
         self.acknowledged = False  # will `observed` be called with what the API holds?
 
     def fail(self, entry: TrackedPod, reason: str, message: str) -> None:
@@ -356,6 +378,7 @@ class Publication:
         holder = self.holder(entry, entry.published_ip)
         if holder is not None and probe.ready:
             probe = self.conflict(entry.published_ip, holder)
+        self.keep(entry)
         self._hand_over(entry, self._status(entry, probe), self._annotations(entry))
         self._claim(entry)
 
@@ -506,10 +529,6 @@ def dhcp_macs(vm: VM) -> frozenset[str]:
 
 def _listed(macs: Set[str]) -> str | None:
     return ",".join(sorted(macs)) or None
-
-
-def _seeded_leases(annotations: Mapping[str, str]) -> frozenset[str]:
-    return frozenset(mac for text in annotations.get(ANNOTATION_MAC, "").split(",") if (mac := normalize_mac(text)))
 
 
 def _seeded_setup(annotations: Mapping[str, str]) -> SetupState:

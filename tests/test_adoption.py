@@ -3,6 +3,7 @@ doubt (K6, K10, D1; clause 1)."""
 
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
@@ -10,9 +11,10 @@ from structlog.testing import capture_logs
 from simulator.fake_vms import GuestSpec
 from simulator.world import World
 from tests.provider_rig import FAST, annotations, calls, events, reason, status
-from tests.test_last_state import macs
+from tests.test_last_state import macs, snapshots
 from tests.test_metrics import value
 from tests.test_vm_watch import at
+from vkcocoon_debts import CLAIMS_FILE
 from vkcocoon_kube import ApiError
 from vkcocoon_setup import ADDRESS_POLL
 
@@ -501,6 +503,59 @@ def test_a_pod_that_was_renamed_while_we_were_away_keeps_its_vm(os, stopped):
         world.delete_pod("web-0")
         world.run(30)
         assert (world.pod("web-0"), world.vm_names(), macs(world)) == (None, [], [])
+
+
+@pytest.mark.parametrize("remembered", [True, False])
+@pytest.mark.parametrize(("os", "other"), [("linux", "macos"), ("macos", "linux"), ("macos", "windows")])
+def test_a_pod_whose_os_was_edited_while_we_were_away_keeps_its_vm(world, os, other, remembered):
+    world.create_pod("web-0", os=os, guest=MAC if os == "macos" else FAST)
+    world.run(20)
+    vm_id = annotations(world, "web-0")["id"]
+    world.kill()
+    edited = {"metadata": {"annotations": {"cocoonset.cocoonstack.io/os": other}}}
+    world.kube.admin.patch("/api/v1/namespaces/default/pods/web-0", edited, kind="merge")
+    if not remembered:
+        (Path(world.settings.state_dir) / CLAIMS_FILE).unlink()
+    world.start()
+    world.run(60)
+    assert (annotations(world, "web-0")["id"], world.ready("web-0"), len(world.host.pids())) == (vm_id, True, 1)
+    world.delete_pod("web-0")
+    world.run(30)
+    assert (world.pod("web-0"), world.vm_names(), macs(world)) == (None, [], [])
+
+
+@pytest.mark.parametrize(
+    ("os", "hibernated", "remembered"),
+    [
+        ("linux", False, True),
+        ("linux", False, False),
+        ("linux", True, True),
+        ("macos", False, True),
+        ("macos", False, False),
+    ],
+)
+def test_what_a_pod_leaves_that_ended_before_we_started_goes_when_it_is_deleted(world, os, hibernated, remembered):
+    """As the garbage collector of the cluster does it: Failed first, then deleted by force. Until then nothing is done
+    to its VM (K6)."""
+    world.create_pod("web-0", os=os, guest=MAC if os == "macos" else FAST)
+    world.run(20)
+    if hibernated:
+        world.annotate("web-0", hibernate="true")
+        world.run(10)
+    world.stop()
+    probes = len(world.probes("web-0"))
+    path = "/api/v1/namespaces/default/pods/web-0/status"
+    world.kube.admin.patch(path, {"status": {"phase": "Failed", "reason": "Evicted", "conditions": []}}, kind="merge")
+    if not remembered:
+        (Path(world.settings.state_dir) / CLAIMS_FILE).unlink()
+    world.start()
+    world.run(200)
+    assert (status(world, "web-0")["phase"], len(world.host.pids())) == ("Failed", 0 if hibernated else 1)
+    assert len(world.probes("web-0")) == probes
+    world.delete_pod("web-0", grace_seconds=0)
+    world.run(60)
+    assert (world.pod("web-0"), world.vm_names(), macs(world)) == (None, [], [])
+    assert "vk-default-web-0" not in snapshots(world)
 
 
 @pytest.mark.parametrize("broken", ["pods", "vms"])

@@ -11,7 +11,7 @@ from simulator.fake_vms import GuestSpec
 from simulator.world import World
 from tests.provider_rig import FAST
 from tests.test_last_state import macs
-from vkcocoon_debts import FILE, LeaseDebts
+from vkcocoon_debts import CLAIMS_FILE, FILE, Claim, Claims, LeaseDebts
 
 MAC, OTHER = "0a:58:00:00:00:01", "0a:58:00:00:00:02"
 MACOS = GuestSpec(os="macos", boot_s=0.0, lease_s=0.0, ssh_after_s=0.0)
@@ -175,3 +175,71 @@ def test_a_deletion_does_not_depend_on_what_can_be_written_down(tmp_path):
         world.delete_pod("web-0")
         world.run(5)
         assert (world.pod("web-0"), world.host.pids(), macs(world)) == (None, [], [])
+
+
+# --- what stands on a pod ---------------------------------------------------------------------------------------------
+
+STANDS = "vm.cocoonstack.io/mac"
+
+
+@pytest.mark.parametrize("when", ["from the beginning", "while we were away", "while its vm was lost"])
+def test_a_lease_of_somebody_else_is_not_given_back_because_a_pod_names_its_mac(world, when):
+    world.leases.lease(MAC, "10.88.0.201")
+    world.create_pod("web-0", guest=FAST, annotations={STANDS: MAC} if when == "from the beginning" else {})
+    world.run(10)
+    own = world.guest("web-0").mac
+    world.kill()
+    path = "/api/v1/namespaces/default/pods/web-0"
+    world.kube.admin.patch(path, {"metadata": {"annotations": {STANDS: f"{MAC},{own}"}}}, kind="merge")
+    if when == "while its vm was lost":
+        world.host.cocoon.execute(["cocoon", "vm", "rm", "--force", "vk-default-web-0"], 30.0)
+    world.start()
+    world.run(20)
+    assert macs(world) == sorted([MAC, world.guest("web-0").mac])
+    assert world.pod("web-0")["metadata"]["annotations"][STANDS] == world.guest("web-0").mac
+    world.delete_pod("web-0")
+    world.run(10)
+    assert (world.pod("web-0"), macs(world)) == (None, [MAC])
+
+
+# --- whose VMs are ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_begun_for_a_pod_is_there_for_the_next_life_until_the_pod_is_gone(tmp_path):
+    claims, claim = Claims(str(tmp_path)), Claim("web", "windows", frozenset({MAC}))
+    claims.note("u", claim)
+    claims.note("v", Claim("db", "linux"))
+    again = Claims(str(tmp_path))
+    assert (again.get("u"), again.get("v"), again.get("w")) == (claim, Claim("db", "linux"), None)
+    again.keep({"v", "w"})
+    assert Claims(str(tmp_path)).get("u") is None
+    again.note("v", None)
+    assert json.loads((tmp_path / CLAIMS_FILE).read_text()) == {}
+
+
+def test_a_claim_that_makes_no_sense_costs_only_itself(tmp_path):
+    good = {"vm": "web", "os": "linux", "macs": [MAC]}
+    wrong = [7, {}, good | {"vm": ""}, good | {"os": None}, good | {"macs": ["x"]}, good | {"macs": None}]
+    document = {"good": good} | {f"wrong-{number}": entry for number, entry in enumerate(wrong)}
+    (tmp_path / CLAIMS_FILE).write_text(json.dumps(document))
+    with capture_logs() as logs:
+        claims = Claims(str(tmp_path))
+    assert claims.get("good") == Claim("web", "linux", frozenset({MAC}))
+    assert [claims.get(f"wrong-{number}") for number in range(len(wrong))] == [None] * len(wrong)
+    assert [entry["event"] for entry in logs] == ["VMs of pods cannot be read"]
+
+
+def test_a_pod_is_claimed_from_before_its_vm_is_made_until_it_is_gone(world):
+    def claimed():
+        return {entry["vm"]: entry["macs"] for entry in json.loads(path.read_text()).values()}
+
+    path = Path(world.settings.state_dir) / CLAIMS_FILE
+    world.host.cocoon.slow("vm clone", 5.0, step="before")
+    world.create_pod("web-0", guest=FAST)
+    world.run(1)
+    assert claimed() == {"vk-default-web-0": []}
+    world.run(10)
+    assert claimed() == {"vk-default-web-0": [world.guest("web-0").mac]}
+    world.delete_pod("web-0")
+    world.run(10)
+    assert claimed() == {}

@@ -171,3 +171,111 @@ def test_an_unmanaged_pod_that_cannot_be_served_is_told_so_again_after_a_restart
     world.run(30)
     assert message(world, "web-0").startswith("create: an unmanaged pod needs vm.cocoonstack.io/id")
     assert "greenlet died" not in caplog.text
+
+
+# --- a VM that somebody made by hand ----------------------------------------------------------------------------------
+
+
+def by_hand(world, os, name="precious"):
+    world.host.specs[name] = MAC if os == "macos" else FAST
+    if os == "macos":
+        image = "registry.example.com/macos:15"
+        world.host.macos.execute(["cocoon-macos", "image", "pull", image], 30.0)
+        completed = world.host.macos.execute(["cocoon-macos", "vm", "run", "--name", name, "--net", "cni", image], 60.0)
+    else:
+        completed = world.host.cocoon.execute(["cocoon", "vm", "clone", "--name", name, "devbox-base:7"], 60.0)
+    assert completed.returncode == 0, completed.stderr
+    world.run(5)
+
+
+REFUSED = {
+    "linux": {"cocoonset.cocoonstack.io/mode": "run", "cocoonset.cocoonstack.io/image": ""},
+    "macos": {"cocoonset.cocoonstack.io/storage": "lots"},
+}
+
+
+@pytest.mark.parametrize("life", ["one", "another", "deleted in between"])
+@pytest.mark.parametrize("os", ["linux", "macos"])
+def test_a_vm_made_by_hand_survives_a_pod_that_names_it_and_never_had_one(world, os, life):
+    by_hand(world, os)
+    world.create_pod("tenant", os=os, annotations={NAME: "precious", **REFUSED[os]})
+    world.run(20)
+    assert message(world, "tenant").startswith("create: annotation")
+    if life != "one":
+        world.stop()
+        if life == "deleted in between":
+            world.delete_pod("tenant", grace_seconds=30)
+        world.start()
+        world.run(20)
+    if life != "deleted in between":
+        assert not world.ready("tenant")
+        world.delete_pod("tenant", grace_seconds=30)
+    world.run(60)
+    assert (world.pod("tenant"), len(world.host.pids())) == (None, 1)
+    assert world.leases.address(world.host.guest("precious").mac)
+    assert "latest-precious" not in snapshots(world)
+
+
+@pytest.mark.parametrize("os", ["linux", "macos"])
+def test_a_vm_made_by_hand_after_such_a_pod_is_gone_is_not_taken_for_a_late_one(world, os):
+    world.create_pod("tenant", os=os, annotations={NAME: "precious", **REFUSED[os]})
+    world.run(10)
+    world.delete_pod("tenant")
+    world.run(10)
+    by_hand(world, os)
+    world.run(200)
+    assert len(world.host.pids()) == 1
+
+
+@pytest.mark.parametrize("first", ["tenant", "pointer"])
+@pytest.mark.parametrize("os", ["linux", "macos"])
+def test_a_vm_that_an_unmanaged_pod_stands_for_is_taken_over_and_removed_by_nobody(world, os, first):
+    by_hand(world, os)
+    vm_id = "qemu-precious" if os == "macos" else world.host.cocoon.record("precious")["id"]
+    points = {"cocoonset.cocoonstack.io/managed": "false", "vm.cocoonstack.io/id": vm_id}
+    points["vm.cocoonstack.io/ip"] = world.leases.address(world.host.guest("precious").mac)
+    world.create_pod("pointer", annotations={NAME: "precious", **points})
+    world.run(20)
+    world.create_pod("tenant", os=os, annotations={NAME: "precious"})
+    world.run(20)
+    told = "create: VM precious belongs to pod default/pointer; two pods cannot stand for one VM"
+    assert (world.ready("pointer"), message(world, "tenant")) == (True, told)
+    world.stop()
+    world.start()
+    world.run(20)
+    assert (world.ready("pointer"), message(world, "tenant")) == (True, told)
+    for name in (first, *{"tenant", "pointer"} - {first}):
+        world.delete_pod(name)
+        world.run(10)
+    assert (world.pod("tenant"), world.pod("pointer"), len(world.host.pids())) == (None, None, 1)
+
+
+@pytest.mark.parametrize("os", ["linux", "macos"])
+def test_a_pod_keeps_its_vm_over_a_restart_when_an_unmanaged_one_points_at_it(owner, os):
+    vm_id, ip = (annotations(owner, "owner")[key] for key in ("id", "ip"))
+    points = {"cocoonset.cocoonstack.io/managed": "false", "vm.cocoonstack.io/id": vm_id, "vm.cocoonstack.io/ip": ip}
+    owner.create_pod("a-pointer", annotations=SHARED | points)
+    owner.run(10)
+    owner.stop()
+    owner.start()
+    owner.run(20)
+    assert (owner.ready("owner"), owner.ready("a-pointer")) == (True, True)
+    owner.delete_pod("owner")
+    owner.run(20)
+    assert (owner.pod("owner"), owner.host.pids()) == (None, [])
+
+
+def test_what_was_saved_of_a_vm_survives_a_pod_that_contradicts_it(world):
+    world.create_pod("owner", guest=FAST, annotations=SHARED)
+    world.run(5)
+    world.annotate("owner", hibernate="true", keep_snapshot_on_delete="true")
+    world.run(10)
+    world.delete_pod("owner")
+    world.run(10)
+    assert "shared" in snapshots(world)
+    world.create_pod("tenant", annotations=SHARED | {"vm.cocoonstack.io/clone-from-dir": "/srv/other"})
+    world.run(10)
+    assert "is on this host" in message(world, "tenant")
+    world.delete_pod("tenant")
+    world.run(10)
+    assert (world.pod("tenant"), "shared" in snapshots(world)) == (None, True)
