@@ -24,7 +24,9 @@ from vkcocoon_settings import Settings
 from vkcocoon_tracking import PodTable, Publication, Report, VMLocks
 from vkcocoon_vms import VM, CocoonCLI, CocoonMacosCLI, CommandError, VMNotFound
 
-__all__ = ["Ports", "Workplace"]
+__all__ = ["EARLIER_LIFE", "Ports", "Workplace"]
+
+EARLIER_LIFE = 1800.0  # seconds after the start, in which a command that was begun before it may still end
 
 log = structlog.get_logger()
 

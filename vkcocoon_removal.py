@@ -26,7 +26,7 @@ import structlog
 from vkcocoon_debts import LeaseDebts
 from vkcocoon_macos import QemuKeeper, VncPorts
 from vkcocoon_net import LeaseReleaseError
-from vkcocoon_ports import Workplace
+from vkcocoon_ports import EARLIER_LIFE, Workplace
 from vkcocoon_probes import spawn
 from vkcocoon_snapshots import Snapshots, fork_name, latest_name
 from vkcocoon_spec import SpecError
@@ -35,7 +35,6 @@ from vkcocoon_vms import MACOS_ID, POWER_S, VM, CommandError, SnapshotInUse, VMN
 
 __all__ = ["Removal"]
 
-EARLIER_LIFE = 1800.0  # seconds after the start, in which a command that was begun before it may still end
 FORK_PATIENCE = 600.0  # seconds that a fork which cannot be dropped holds up a deletion, for it costs only space
 FORK_IN_USE = 3600.0  # no clone reads that long
 FIRST_PAUSE, LAST_PAUSE = 1.0, 60.0

@@ -28,7 +28,7 @@ from gevent.event import Event
 from gevent.lock import BoundedSemaphore
 from gevent.pool import Group
 
-from vkcocoon_ports import Workplace
+from vkcocoon_ports import EARLIER_LIFE, Workplace
 from vkcocoon_probes import spawn
 from vkcocoon_readiness import Readiness
 from vkcocoon_snapshots import Snapshots
@@ -44,6 +44,7 @@ FOUND = ("adopt", "restart")  # how a pod comes to a VM that was made before: it
 RENEW_AFTER = 30.0  # a Windows clone that has no address by then is told to ask again
 INTERRUPTED = "hibernate: an attempt that was interrupted may still be under way"
 NO_ADDRESS = "dhcp lease not observed"
+DROP_AGAIN = 60.0
 
 SETUP_PAUSE = 3.0  # the agent inside a guest starts when it starts
 SETUP_BUDGET = 180.0
@@ -121,6 +122,7 @@ class GuestSetup:
         self._readiness = readiness
         self._snapshots = snapshots
         self._guests = BoundedSemaphore(GUESTS_AT_ONCE)
+        self._began = work.clock.monotonic()
 
     def bind(self, entry: TrackedPod, vm: VM, verb: str) -> None:
         """The pod has its VM: first probe, set-up or address, publication, in this order (clause 2 of the contract)."""
@@ -135,7 +137,7 @@ class GuestSetup:
     def _take(self, entry: TrackedPod, vm: VM, verb: str) -> _Task | None:
         """From now on the VM is the pod's. What its guest is owed."""
         task, entry.woken = self._task(entry, vm, verb), self._has_woken(entry, verb)
-        # The next life must know it as well: until an address is there, what was saved may turn up.
+        # The next life must know it as well: what was saved may turn up, or be what the VM is removed for.
         message = INTERRUPTED if verb in FOUND and hibernating(entry.intent) else ""
         entry.has(vm)
         entry.lost, entry.hibernated, entry.committed = "", False, True
@@ -181,9 +183,10 @@ class GuestSetup:
     def _has_woken(self, entry: TrackedPod, verb: str) -> bool:
         """Is there a saved state of this VM that it has left behind? A wake that was interrupted is one, too, and a
         hibernate that was and is no longer wanted."""
-        if verb not in FOUND or entry.intent.state is IntentState.READY or not entry.spec.managed:
+        interrupted = hibernating(entry.intent)
+        if verb not in FOUND or not entry.spec.managed or (entry.intent.state is IntentState.READY and not interrupted):
             return verb == "wake"
-        if hibernating(entry.intent):
+        if interrupted:
             self._snapshots.suspect(entry.spec.vm_name)
         return not entry.spec.hibernate and entry.spec.vm_name in self._snapshots
 
@@ -283,7 +286,8 @@ class GuestSetup:
                     return
             if not self._awaits(entry, vm_id, failure):
                 return
-        if not entry.set_intent(IntentState.READY):
+        message = INTERRUPTED if hibernating(entry.intent) and entry.spec.vm_name in self._snapshots else ""
+        if not entry.set_intent(IntentState.READY, message):
             entry.lift_failure()
         self._publication.publish(entry)
 
@@ -294,16 +298,46 @@ class GuestSetup:
 
     def _left_behind(self, entry: TrackedPod, vm_id: str, verb: str) -> bool:
         """Drop the state a VM woke from; that of an adopted one only when nothing an earlier life began is going on
-        with it any more, for it may be what the VM is being removed for. False: the VM is gone."""
+        with it any more, for it may be what the VM is being removed for. False: the VM is gone.
+
+        A removal that has not got to the VM yet cannot be waited for: the state stays for as long as there may be one.
+        """
         try:
             if verb in FOUND:
                 self._runtime.start(vm_id)  # changes nothing of a VM that runs, and waits for its turn
-            self._snapshots.drop(entry.spec.vm_name)
+            if verb in FOUND and hibernating(entry.intent):
+                spawn(self._work.group, f"drop the state of {entry.key}", self._drop_outlived, entry, vm_id)
+            else:
+                self._snapshots.drop(entry.spec.vm_name)
         except VMNotFound:
             return False  # whoever watches the VMs finds it gone, and the state there
         except CommandError as error:
             log.warning("the state a VM woke from could not be dropped", pod=entry.key, error=str(error))
         entry.woken = False
+        return True
+
+    def _drop_outlived(self, entry: TrackedPod, vm_id: str) -> None:
+        """Drop what was saved of a VM that an earlier life was about to remove, when no command of it can be left. A
+        hibernate that comes meanwhile replaces it, and ends this wait."""
+        clock, pause = self._work.clock, self._began + EARLIER_LIFE - self._work.clock.monotonic()
+        while not clock.wait(entry.stop, max(pause, DROP_AGAIN)):
+            pause = DROP_AGAIN
+            with self._work.locks.held(entry.spec.vm_name):
+                if not self._pods.holds(entry, vm_id) or entry.terminating or not hibernating(entry.intent):
+                    return
+                if entry.intent.state is IntentState.READY and self._outlived(entry, vm_id):
+                    break
+        if self._pods.holds(entry, vm_id) and entry.intent.ready:
+            entry.set_intent(IntentState.READY)
+            self._publication.publish(entry)
+
+    def _outlived(self, entry: TrackedPod, vm_id: str) -> bool:
+        try:
+            self._runtime.start(vm_id)  # a VM that is gone by now was removed for the sake of this state
+            self._snapshots.drop(entry.spec.vm_name)
+        except CommandError as error:
+            log.warning("what was saved of a VM that runs stays for now", pod=entry.key, error=str(error))
+            return False
         return True
 
     def renew(self, vm_id: str) -> None:
@@ -313,10 +347,10 @@ class GuestSetup:
 
 
 def hibernating(intent: Intent) -> bool:
-    """May a command of a hibernate that an earlier life began be under way? Its VM, found running, is creating."""
-    return intent.state is IntentState.HIBERNATING or (
-        intent.state is IntentState.CREATING and intent.message == INTERRUPTED
-    )
+    """May a command of a hibernate that an earlier life began be under way? Its VM, found running, is creating, then
+    ready."""
+    found = intent.state in (IntentState.CREATING, IntentState.READY) and intent.message == INTERRUPTED
+    return found or intent.state is IntentState.HIBERNATING
 
 
 def _kind(os: str, vm: VM, *, cloned: bool) -> str:

@@ -146,7 +146,9 @@ class Startup:
             for record in records
         ):
             # One that was saved and stopped in its removal may have lost its disk: what is left of it goes.
-            removed_half = hibernating(entry.intent) and entry.spec.vm_name in self._snapshots
+            # One that was ready again meanwhile has a newer state than what was saved, if it starts.
+            removing = hibernating(entry.intent) and not entry.intent.ready
+            removed_half = removing and entry.spec.vm_name in self._snapshots
             entry.left_over = not removed_half
             if removed_half:
                 self._adopt_hibernated(entry)

@@ -209,7 +209,7 @@ class VMWatch:
         try:
             self._runtime.start(record.id)
         except VMNotFound:
-            return self._lost(entry)
+            return self._gone(entry)
         except CommandError as error:
             self._metrics.vm_restart("failed")
             if (error.returncode or 0) <= 0:  # it was not the tool that decided: it hangs, was killed, is not there

@@ -7,6 +7,7 @@ from tests.provider_rig import FAST, annotations, calls, events, message, reason
 from tests.test_last_state import macs, snapshots
 from tests.test_sources import argv, clones_of, mark, trait
 from vkcocoon_kube import ApiError
+from vkcocoon_ports import EARLIER_LIFE
 
 VM = "vk-default-web-0"
 NO_SPACE = "Error: no space left on device"
@@ -321,8 +322,35 @@ def test_a_vm_that_lives_on_after_an_interrupted_hibernate_leaves_no_state_of_an
     ready.start()
     ready.run(10)
     assert ready.ready("web-0")
+    assert annotations(ready, "web-0")["lifecycle-state-message"].startswith("hibernate: ")
+    ready.run(EARLIER_LIFE - 20)
+    assert snapshots(ready) == [VM]
+    ready.run(20)
+    assert (ready.ready("web-0"), snapshots(ready), clones_of(ready, VM)) == (True, [], 0)
+    assert "lifecycle-state-message" not in annotations(ready, "web-0")
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["one restart", "two restarts"])
+@pytest.mark.parametrize("late", [0.1, 60.0, 200.0])
+def test_a_removal_that_gets_to_the_vm_late_and_is_no_longer_wanted_costs_no_state(ready, late, again):
+    """It waits for something before it touches the VM, so nothing shows that it is on its way."""
+    mark(ready, "web-0", 7 * 2**30)
+    removal = ready.host.cocoon.hold("vm rm", times=1)
+    ready.annotate("web-0", hibernate="true")
+    ready.run(5)
+    ready.kill()
+    ready.annotate("web-0", hibernate=None)
+    ready.start()
+    ready.run(10)
+    if again:
+        ready.stop()
+        ready.start()
+    ready.run(late)
+    removal.release()
+    ready.run(60)
+    assert (ready.ready("web-0"), len(ready.host.pids())) == (True, 1)
+    assert trait(ready, "web-0") == 7 * 2**30
     assert snapshots(ready) == []
-    assert clones_of(ready, VM) == 0
 
 
 def test_whether_a_vm_that_is_gone_was_saved_must_be_certain_before_it_is_lost(ready):
@@ -353,5 +381,7 @@ def test_a_save_that_outlives_two_daemons_and_is_no_longer_wanted_leaves_no_olde
         world.kill()
     world.start()
     world.run(90)
+    assert world.ready("web-0")
+    world.run(EARLIER_LIFE)
     assert world.ready("web-0")
     assert VM not in snapshots(world)
