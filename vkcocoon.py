@@ -169,6 +169,9 @@ class Provider:
         if pod["metadata"]["uid"] not in self._pods:
             return self.create_pod(pod)
         entry = self._settled(pod)
+        if entry.pointed and entry.spec.managed:
+            self._startup.take_over(entry)
+            entry = self._settled(pod)
         if entry.vm is None and not entry.hibernated:
             return self.create_pod(pod)
         if self._creation.points_elsewhere(entry):

@@ -140,7 +140,7 @@ class GuestSetup:
         # The next life must know it as well: what was saved may turn up, or be what the VM is removed for.
         message = INTERRUPTED if verb in FOUND and hibernating(entry.intent) else ""
         entry.has(vm)
-        entry.lost, entry.hibernated, entry.committed = "", False, True
+        entry.lost, entry.hibernated, entry.committed, entry.pointed = "", False, True, verb == "unmanaged"
         entry.ip = vm.static_ip or entry.ip
         if verb not in FOUND:
             entry.setup = SetupState()

@@ -96,6 +96,17 @@ class Startup:
         spawn(self._work.group, "macOS orphans", self._macos_orphans, names | ids)
         self._drop_forks(pods, names | {record.name for record in records})
 
+    def take_over(self, entry: TrackedPod) -> None:
+        """An unmanaged pod is managed from now on: which VM it has, and of which tool, is found out as at a start, for
+        what it says of it has neither a network card nor a process. Raises CommandError; then it stays as it was."""
+        records = self._runtime.list()
+        if entry.vm is None or not entry.pointed:
+            return
+        entry.committed = self._work.claims.get(entry.uid) is not None
+        entry.noted = "" if entry.committed else entry.vm.id
+        entry.vm, entry.pointed = None, False
+        self._settle(entry, records)
+
     def _drop_forks(self, pods: list[Pod], alive: set[str]) -> None:
         """A fork of a VM that is no more: whoever deleted it was killed while others were cloned from it."""
         sources = {PodSpec.of(pod).fork_from: pod for pod in pods}

@@ -125,6 +125,7 @@ class TrackedPod:
     kept: str = ""  # the id of the VM whose last state was saved for the time after its pod
     left_over: bool = False  # at start there was a VM of its name that did not run
     noted: str = ""  # the id that stood on the pod when we began to track it, when nothing better is known
+    pointed: bool = False  # its VM is known only from what an unmanaged pod says of it
     inherited: bool = False  # an earlier life of ours began to make a VM for it
     committed: bool = False  # there may be a VM of it: which one that is can no longer be edited
     deleting: bool = False

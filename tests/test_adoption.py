@@ -505,6 +505,61 @@ def test_a_pod_that_was_renamed_while_we_were_away_keeps_its_vm(os, stopped):
         assert (world.pod("web-0"), world.vm_names(), macs(world)) == (None, [], [])
 
 
+MANAGED = "cocoonset.cocoonstack.io/managed"
+
+
+@pytest.mark.parametrize("restart", [False, True])
+@pytest.mark.parametrize("os", ["linux", "macos"])
+def test_a_pod_that_is_managed_again_is_probed_where_its_guest_is_now(world, os, restart):
+    """As after a wrong `kubectl apply` and its repair, with a restart of the daemon in between."""
+    path = "/api/v1/namespaces/default/pods/web-0"
+    world.create_pod("web-0", os=os, guest=MAC if os == "macos" else FAST)
+    world.run(20)
+    vm_id = annotations(world, "web-0")["id"]
+    if restart:
+        world.kill()
+    world.kube.admin.patch(path, {"metadata": {"annotations": {MANAGED: None}}}, kind="merge")
+    if restart:
+        world.start()
+    world.run(20)
+    assert world.ready("web-0")
+    flips = len(world.flips("web-0"))
+    world.kube.admin.patch(path, {"metadata": {"annotations": {MANAGED: "true"}}}, kind="merge")
+    world.run(20)
+    assert len(world.flips("web-0")) == flips
+    world.leases.lease(world.guest("web-0").mac, "10.88.0.222")
+    world.guest("web-0").renumber("10.88.0.222")
+    world.run(60)
+    assert (world.ready("web-0"), status(world, "web-0")["podIP"]) == (True, "10.88.0.222")
+    assert (annotations(world, "web-0")["id"], len(world.host.pids())) == (vm_id, 1)
+    if os == "macos":
+        world.guest("web-0").crash()
+        world.run(60)
+        assert (world.ready("web-0"), len(world.host.pids())) == (True, 1)
+    world.delete_pod("web-0")
+    world.run(30)
+    assert (world.pod("web-0"), world.host.pids(), macs(world)) == (None, [], [])
+
+
+def test_an_unmanaged_pod_that_becomes_managed_has_the_vm_of_its_id_and_no_other_of_its_name(world):
+    path = "/api/v1/namespaces/default/pods/web-0"
+    for name in ("theirs", "web"):
+        world.host.specs[name] = FAST
+        world.host.cocoon.execute(["cocoon", "vm", "clone", "--name", name, "devbox-base:7"], 60.0)
+    world.run(5)
+    guest, vm_id = world.host.guest("theirs"), world.host.cocoon.record("theirs")["id"]
+    points = {MANAGED: None, "vm.cocoonstack.io/name": "web", "vm.cocoonstack.io/id": vm_id}
+    world.create_pod("web-0", annotations=points | {"vm.cocoonstack.io/ip": world.leases.address(guest.mac)})
+    world.run(10)
+    assert world.ready("web-0")
+    world.kube.admin.patch(path, {"metadata": {"annotations": {MANAGED: "true"}}}, kind="merge")
+    world.run(20)
+    assert (world.ready("web-0"), annotations(world, "web-0")["mac"]) == (True, guest.mac)
+    world.delete_pod("web-0")
+    world.run(20)
+    assert (world.pod("web-0"), world.vm_names()) == (None, ["web"])
+
+
 @pytest.mark.parametrize("remembered", [True, False])
 @pytest.mark.parametrize(("os", "other"), [("linux", "macos"), ("macos", "linux"), ("macos", "windows")])
 def test_a_pod_whose_os_was_edited_while_we_were_away_keeps_its_vm(world, os, other, remembered):
