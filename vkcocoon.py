@@ -47,7 +47,7 @@ from vkcocoon_setup import GuestSetup
 from vkcocoon_snapshots import Snapshots
 from vkcocoon_spec import SpecError
 from vkcocoon_startup import Startup
-from vkcocoon_status import ANNOTATION_ID, ANNOTATION_VM_NAME, IntentState, NotOurs, copied
+from vkcocoon_status import ANNOTATION_ID, ANNOTATION_VM_NAME, IntentState, NotOurs, Reason, copied
 from vkcocoon_tracking import Notify, Pod, PodTable, Publication, TrackedPod, VMLocks
 from vkcocoon_vms import VM, CommandError
 from vkcocoon_watch import VMWatch
@@ -142,7 +142,11 @@ class Provider:
 
         Safe to repeat: a pod that already has its VM is only published again. Raises NotOurs, SpecError, CommandError.
         """
-        entry = self._settled(pod)
+        try:
+            entry = self._settled(pod)
+        except NotOurs as error:
+            self._publication.withhold(pod, Reason.NOT_PROBED, f"the pod is not ours: {error}")
+            raise
         if entry.vm is None and not entry.hibernated and not entry.terminating:
             if entry.intent.state is not IntentState.FAILED:  # a failed create stays visible until one succeeds
                 entry.set_intent(IntentState.CREATING)
@@ -293,12 +297,15 @@ class Provider:
             self._ports.clock.wait(entry.adoption, None)
         return entry
 
-    def _track(self, pod: Pod) -> TrackedPod:
-        """The entry of this incarnation with the newest pod in it. A namesake of another UID loses its claim (P3)."""
+    def _track(self, pod: Pod, vm_name: str = "") -> TrackedPod:
+        """The entry of this incarnation with the newest pod in it. A namesake of another UID loses its claim (P3).
+        ``vm_name``: of the VM that a pod which names none certainly has."""
         known = self._pods.get(pod["metadata"]["uid"])
         if known is not None:
             known.update(pod)
         fresh = known or self._incarnation(pod)
+        if vm_name and not fresh.spec.vm_name:
+            fresh.stays_with(vm_name, fresh.os)
         if not fresh.spec.vm_name:
             raise NotOurs(f"annotation {ANNOTATION_VM_NAME} is missing: it names the VM this pod stands for")
         if known is not None:
@@ -309,6 +316,7 @@ class Provider:
             self._pods.drop(former)
             self._publication.withdraw(former)
         self._pods.add(fresh)
+        self._publication.seed(fresh)
         return fresh
 
     def _incarnation(self, pod: Pod) -> TrackedPod:

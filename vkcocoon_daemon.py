@@ -32,6 +32,7 @@ from vkcocoon_overview import Overview
 from vkcocoon_pods import PodController
 from vkcocoon_probes import spawn
 from vkcocoon_settings import Settings
+from vkcocoon_startup import GRACE
 from vkcocoon_vms import CommandError
 
 __all__ = ["Daemon"]
@@ -63,6 +64,7 @@ class Daemon:
         self._stop = Event()
         self._group = Group()
         self._gave_up: Callable[[], None] = lambda: None
+        self._blocked = ""  # what the start waits for
         self.broken = ""  # which part has failed that nothing here mends
         self.started = Event()
         self.recorder = EventRecorder(ports.kube, ports.clock, node_name=settings.node_name)
@@ -109,7 +111,7 @@ class Daemon:
             Check("greenlets", lambda: self.broken, live=True),
             Check("api", lambda: self.pods.trouble),
             Check("node", self._node_trouble),
-            Check("start-up", lambda: "" if self.started.is_set() else "has not finished: see the log"),
+            Check("start-up", self._start_trouble),
             Check("leases", self.provider.lease_trouble),
         )
 
@@ -161,17 +163,32 @@ class Daemon:
     def _reconciled(self) -> bool:
         backoff = Backoff(FIRST_RETRY_S, LAST_RETRY_S, rng=random.Random("startup"))
         while not self._stop.is_set():
+            pause = backoff.next()
             try:
                 self.provider.reconcile_startup()
+                self._blocked = ""
+                self.node.blocked("")
                 return True
             except (ApiError, CommandError) as error:
-                pause = backoff.next()
+                self._blocked = str(error)[:LONGEST_ERROR]
                 log.warning("cannot see what runs; nothing is touched", error=str(error), retry_seconds=round(pause, 1))
-            except Exception:  # a mistake over what was seen must not leave the node without hands
-                pause = backoff.next()
+            except Exception as error:  # a mistake over what was seen must not leave the node without hands
+                self._blocked = repr(error)[:LONGEST_ERROR]
                 log.exception("cannot make out what runs; trying again", retry_seconds=round(pause, 1))
+            self._tell_blocked()
             self._clock.wait(self._stop, pause)
         return False
+
+    def _tell_blocked(self) -> None:
+        """A node that has shown its pods Not Ready says why, for as long as it can."""
+        if self._clock.monotonic() - self._began >= GRACE:
+            try:
+                self.node.blocked(self._blocked)
+            except ApiError as error:
+                log.info("the node could not be told what the start waits for", error=str(error))
+
+    def _start_trouble(self) -> str:
+        return "" if self.started.is_set() else f"has not finished: {self._blocked or 'see the log'}"
 
     def _overdue(self) -> str:
         late = sorted(self.provider.overdue_probes(), key=lambda one: -one[1])

@@ -57,6 +57,7 @@ POOL = "cocoonstack.io/pool"
 CPU_CLASS = "cocoonstack.io/snapshot-cpu-class"
 INSTANCE = "cocoonstack.io/vk-instance"
 PINGER_DEGRADED = "cocoonstack.io/PingerDegraded"
+STARTUP_BLOCKED = "cocoonstack.io/StartupBlocked"
 CONDITION_FIELDS = ("status", "reason", "message")
 BYTES = ("memory", "ephemeral-storage", "hugepages-2Mi", "hugepages-1Gi")
 
@@ -290,6 +291,7 @@ class NodeController:
         self._settings = settings
         self._recorder = recorder
         self._degraded = degraded
+        self._blocked = ""  # why vk-cocoon cannot see what runs on this host
         self._version = version
         self._host = host or read_host(settings.cocoon_root_dir)
         # Which process this is, for people: a node name that two hosts share is found by it.
@@ -320,6 +322,26 @@ class NodeController:
     def register(self) -> None:
         """Make the node, or take over the one that is there, and keep it; returns at once, see `registered`."""
         spawn(self._group, f"node {self._settings.node_name}", self._run)
+
+    def blocked(self, why: str) -> None:
+        """Say on a node that is registered already what the start waits for, "" for nothing any more; raises ApiError.
+
+        It is a condition of its own, and Ready stays as it is: a node that is not Ready has its pods evicted, and with
+        them VMs go that run and that nobody asked to delete.
+        """
+        if why == self._blocked:
+            return
+        self._blocked = why
+        if not self.registered.is_set() and why:
+            try:
+                node = self._api.get(self._path)
+            except ApiError as error:
+                if error.status != 404:
+                    raise
+                return
+            self._uid = uid_of(node)
+            self._report(node)
+        self._wake.set()
 
     def close(self) -> None:
         """Stop; the node stays, and is not said to be down: a restart is nobody's business."""
@@ -494,6 +516,9 @@ class NodeController:
         pinger = (False, "RawSocketOpen", "guests are probed by echo")
         if self._degraded:
             pinger = (True, "RawSocketDenied", "no raw socket: an address counts as reachable (CAP_NET_RAW is missing)")
+        start = (False, "StartupWent", "vk-cocoon has seen what runs on this host")
+        if self._blocked:
+            start = (True, "CannotSeeWhatRuns", self._blocked)
         said: dict[str, tuple[bool, str, str]] = {
             "Ready": ready,
             "MemoryPressure": (False, "KubeletHasSufficientMemory", "memory is not watched"),
@@ -501,6 +526,7 @@ class NodeController:
             "PIDPressure": (False, "KubeletHasSufficientPID", "process ids are not watched"),
             "NetworkUnavailable": (False, "RouteCreated", "guests have the host's network"),
             PINGER_DEGRADED: pinger,
+            STARTUP_BLOCKED: start,
         }
         stamp = format_time(self._clock.now())
         return [_node_condition(type_, *words, held=held, stamp=stamp) for type_, words in said.items()]

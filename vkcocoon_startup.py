@@ -25,14 +25,24 @@ from vkcocoon_removal import Removal
 from vkcocoon_setup import GuestSetup, hibernating
 from vkcocoon_snapshots import Snapshots, fork_name
 from vkcocoon_spec import PodSpec, SpecError
-from vkcocoon_status import ANNOTATION_ID, ANNOTATION_LIFECYCLE_STATE, Intent, IntentState
+from vkcocoon_status import (
+    ANNOTATION_LIFECYCLE_STATE,
+    ANNOTATION_VM_NAME,
+    ANNOTATION_VNC_PORT,
+    Intent,
+    IntentState,
+    Reason,
+    pod_key,
+    vm_id_of,
+)
 from vkcocoon_tracking import Pod, TrackedPod, dhcp_macs
 from vkcocoon_vms import MACOS_ID, VM, CommandError, VMNotFound
 
-__all__ = ["Startup"]
+__all__ = ["GRACE", "Startup"]
 
 FIRST_PAUSE, LAST_PAUSE = 1.0, 30.0  # between two questions about a half-made VM
 PATIENCE = 1800.0  # no creation takes that long
+GRACE = 15.0  # for a first look at guests that the API shows Ready: as long as one that died may be shown so
 
 log = structlog.get_logger()
 
@@ -49,7 +59,7 @@ class Startup:
         removal: Removal,
         snapshots: Snapshots,
         vnc: VncPorts,
-        track: Callable[[Pod], TrackedPod],
+        track: Callable[[Pod, str], TrackedPod],
     ) -> None:
         self._work = work
         self._pods, self._publication = work.pods, work.publication
@@ -61,30 +71,34 @@ class Startup:
         self._vnc = vnc
         self._track = track
         self._adoptions = Group()
+        self._listed: list[Pod] = []
+        self._reconciled = False
 
     def reconcile(self) -> None:
-        """Give the pods bound to this node their VMs, and begin to probe them.
+        """Give the pods bound to this node their VMs, and begin to probe them; may be called again.
 
-        Raises ApiError or CommandError when a list could not be read whole; nothing was touched then.
+        Raises ApiError or CommandError when a list could not be read whole; nothing was touched then. Guests that are
+        in no list of cocoon's, those of macOS, are adopted all the same.
         """
         selector = f"spec.nodeName={self._work.settings.node_name}"
         pods, _ = list_all(self._work.ports.kube, "/api/v1/pods", field_selector=selector)
+        first, self._listed = not self._listed, pods
+        if first and pods:
+            spawn(self._work.group, "pods that nobody probes", self._withhold_what_nobody_probes)
+        waiting = sorted(pods, key=_claim)
+        named = self._taken([pod for pod in waiting if self._says_which(pod)], [])
+        self._settle_all([entry for entry in named if _certainly_macos(entry)], [])
         records = self._runtime.list()
         self._snapshots.load()
-        settling = Group()
-        claims = self._work.claims
-        claims.keep({pod["metadata"]["uid"] for pod in pods})
-        ours = [pod for pod in pods if PodSpec.of(pod).vm_name or claims.get(pod["metadata"]["uid"])]
-        tracked = [self._track(pod) for pod in sorted(ours, key=_claim)]
-        for entry in tracked:
-            if entry.spec.managed:
-                spawn(settling, f"find the VM of {entry.key}", self._settle, entry, records)
-        settling.join()
-        for entry in tracked:
-            if not entry.spec.managed and not _ended(entry.pod):
+        self._work.claims.keep({pod["metadata"]["uid"] for pod in pods})
+        nameless = self._taken([pod for pod in waiting if not self._says_which(pod)], records)
+        self._settle_all([entry for entry in named + nameless if entry.spec.managed], records)
+        for entry in named + nameless:
+            if not entry.spec.managed and not _ended(entry.pod) and entry.vm is None:
                 self._settle_unmanaged(entry)  # after those who have a VM of their own
-        names = {PodSpec.of(pod).vm_name for pod in pods} | {entry.spec.vm_name for entry in self._pods}
-        ids = {entry.vm.id for entry in self._pods if entry.vm is not None} | set(map(_id_of, pods))
+        self._reconciled = True
+        names = set(map(_asked, pods)) | {entry.spec.vm_name for entry in self._pods}
+        ids = {entry.vm.id for entry in self._pods if entry.vm is not None} | set(map(vm_id_of, pods))
         for record in records:
             if record.id in ids or record.name in names:
                 continue  # half-made, it is cleared or waited for by the creation that wants its name
@@ -106,6 +120,41 @@ class Startup:
         entry.noted = "" if entry.committed else entry.vm.id
         entry.vm, entry.pointed = None, False
         self._settle(entry, records)
+
+    def _says_which(self, pod: Pod) -> bool:
+        """Does the pod say which VM it asks for, or did an earlier life of ours write it down?"""
+        return bool(_asked(pod) or self._work.claims.get(pod["metadata"]["uid"]))
+
+    def _taken(self, pods: list[Pod], records: list[VM]) -> list[TrackedPod]:
+        """The entries of these pods; one that does not say which VM is its has the one whose id we wrote, if there is
+        one. What is wrong with one pod is that pod's: `create_pod` is called for it and tells of it."""
+        entries = []
+        for pod in pods:
+            try:
+                name = "" if self._says_which(pod) or _ended(pod) else _name_of(TrackedPod.of(pod).noted, records)
+                if name or self._says_which(pod):
+                    entries.append(self._track(pod, name))
+            except Exception as error:
+                log.exception("pod could not be taken over", pod=pod_key(pod))
+                self._publication.withhold(pod, Reason.NOT_PROBED, f"the pod could not be taken over: {error!r}")
+        return entries
+
+    def _settle_all(self, entries: list[TrackedPod], records: list[VM]) -> None:
+        settling = Group()
+        for entry in entries:
+            if entry.vm is None:
+                spawn(settling, f"find the VM of {entry.key}", self._settle, entry, records)
+        settling.join()
+
+    def _withhold_what_nobody_probes(self) -> None:
+        """The API shows what an earlier life of ours has seen. Some time is given for a look; then it is not so."""
+        self._work.clock.sleep(GRACE)
+        message = f"vk-cocoon has been started, and could not probe the guest within {GRACE:.0f} s"
+        for pod in self._listed:
+            entry = self._pods.get(pod["metadata"]["uid"])
+            # What we do not hold after the reconcile was refused, or is gone by now.
+            if entry is not None or not self._reconciled:
+                self._publication.withhold(entry.pod if entry is not None else pod, Reason.NOT_PROBED, message)
 
     def _drop_forks(self, pods: list[Pod], alive: set[str]) -> None:
         """A fork of a VM that is no more: whoever deleted it was killed while others were cloned from it."""
@@ -144,7 +193,10 @@ class Startup:
             self._setup.adopt(entry, vm, "unmanaged", self._adoptions)
 
     def _settle_own(self, entry: TrackedPod, records: list[VM]) -> None:
-        vm = self._live_macos(entry) if entry.spec.macos else _record_of(entry, records)
+        try:
+            vm = self._found_macos(entry) if entry.spec.macos else _record_of(entry, records)
+        except CommandError:
+            return  # it may run
         holder = self._pods.holder_of(vm.id) if vm is not None else None
         if holder is not None:
             log.warning("VM is another pod's", pod=entry.key, holder=holder.key)
@@ -163,27 +215,36 @@ class Startup:
             entry.left_over = not removed_half
             if removed_half:
                 self._adopt_hibernated(entry)
-        else:
+        elif not entry.spec.macos:
             self._adopt_hibernated(entry)
+        if vm is None and not entry.terminating:
+            message = f"VM {entry.spec.vm_name} does not run; it was found so at a start of vk-cocoon"
+            reason = Reason.QEMU_DEAD if entry.spec.macos else Reason.VM_GONE
+            self._publication.withhold(entry.pod, reason, message)
 
     def _identify(self, entry: TrackedPod, records: list[VM]) -> None:
         """Whatever its name and os annotations say by now, the pod has the VM whose id we wrote, and of the tool that
         gave it; that of a macOS guest says its name."""
         vm_id = entry.noted
-        if vm_id.startswith(MACOS_ID):
-            entry.stays_with(vm_id.removeprefix(MACOS_ID), "macos")
-        elif record := next((record for record in records if vm_id and record.id == vm_id), None):
-            entry.stays_with(record.name, "linux" if entry.spec.macos else entry.os)
+        if name := _name_of(vm_id, records):
+            os = "macos" if vm_id.startswith(MACOS_ID) else "linux" if entry.spec.macos else entry.os
+            entry.stays_with(name, os)
 
-    def _live_macos(self, entry: TrackedPod) -> VM | None:
-        """A macOS guest that runs is adopted; on any doubt `create_pod` decides, which never runs a second one."""
+    def _found_macos(self, entry: TrackedPod) -> VM | None:
+        """A macOS guest that runs is adopted, and one that ran before: whoever probes it finds it dead, and restarts
+        it. On any doubt (CommandError) `create_pod` decides, which never runs a second one."""
         try:
             record = self._macos.inspect(entry.spec.vm_name)
-            if not self._macos.alive(record) or not entry.owns(record.id):
-                return None
-        except CommandError:
+        except VMNotFound:
             return None
-        self._vnc.adopt(record.name, record.vnc)
+        if not entry.owns(record.id):
+            return None
+        if self._macos.alive(record):
+            self._vnc.adopt(record.name, record.vnc)
+        elif entry.fresh:
+            return None
+        else:
+            self._vnc.claim(record.name, entry.spec.annotations.get(ANNOTATION_VNC_PORT, ""))
         return record
 
     def _adopt_hibernated(self, entry: TrackedPod) -> None:
@@ -269,9 +330,21 @@ def _ended(pod: Pod) -> bool:
     return (pod.get("status") or {}).get("phase") in ("Succeeded", "Failed")
 
 
-def _id_of(pod: Pod) -> str:
-    """The id of the VM that we wrote on the pod."""
-    return str((pod["metadata"].get("annotations") or {}).get(ANNOTATION_ID, ""))
+def _asked(pod: Pod) -> str:
+    """The name of the VM that it asks for."""
+    return str((pod["metadata"].get("annotations") or {}).get(ANNOTATION_VM_NAME) or "").strip()
+
+
+def _certainly_macos(entry: TrackedPod) -> bool:
+    """Whatever its annotations say by now."""
+    return entry.noted.startswith(MACOS_ID) or (entry.spec.macos and not entry.noted)
+
+
+def _name_of(vm_id: str, records: list[VM]) -> str:
+    """The name of the VM with that id; that of a macOS guest says it."""
+    if vm_id.startswith(MACOS_ID):
+        return vm_id.removeprefix(MACOS_ID)
+    return next((record.name for record in records if vm_id and record.id == vm_id), "")
 
 
 def _claim(pod: Pod) -> tuple[bool, str, str]:
@@ -279,7 +352,7 @@ def _claim(pod: Pod) -> tuple[bool, str, str]:
     metadata = pod["metadata"]
     annotations = metadata.get("annotations") or {}
     hibernated = annotations.get(ANNOTATION_LIFECYCLE_STATE) in (IntentState.HIBERNATED, IntentState.HIBERNATING)
-    return not (hibernated or annotations.get(ANNOTATION_ID)), metadata.get("creationTimestamp", ""), metadata["uid"]
+    return not (hibernated or vm_id_of(pod)), metadata.get("creationTimestamp", ""), metadata["uid"]
 
 
 def _record_of(entry: TrackedPod, records: list[VM]) -> VM | None:

@@ -116,6 +116,7 @@ class Reason(StrEnum):
     NO_SSH_BANNER = "NoSSHBanner"
     QEMU_DEAD = "QEMUDead"
     QEMU_RESTARTING = "QEMURestarting"
+    NOT_PROBED = "NotProbed"
     PROBE_TIMEOUT = "ProbeTimeout"
     PROBE_ERROR = "ProbeError"
     LIFECYCLE_READY = "LifecycleReady"
@@ -140,6 +141,7 @@ MEANING: dict[Reason, str] = {
     Reason.NO_SSH_BANNER: "Port 22 of a macOS guest did not send the banner of an SSH server.",
     Reason.QEMU_DEAD: "The QEMU process of a macOS guest is gone, and no restart is under way.",
     Reason.QEMU_RESTARTING: "The QEMU process of a macOS guest is gone and is being started again.",
+    Reason.NOT_PROBED: "Nobody probes the guest: vk-cocoon has not come that far since its start, or disowns the pod.",
     Reason.PROBE_TIMEOUT: "The probe used up its 3 s without an answer.",
     Reason.PROBE_ERROR: "The probe itself failed, which is a mistake of vk-cocoon's or of the host's.",
     Reason.LIFECYCLE_READY: "The lifecycle wants the pod ready.",
@@ -314,6 +316,24 @@ def build_pod_status(
     return status
 
 
+def shows_ready(status: Mapping[str, Any]) -> bool:
+    """Does a status in the API say Ready, and is it one of ours?"""
+    return bool(condition_of(status, PROBE_READY)) and condition_of(status, "Ready").get("status") == "True"
+
+
+def build_withheld_status(before: Mapping[str, Any], now: datetime, reason: str, message: str) -> dict[str, Any]:
+    """The status that the API holds, not Ready any more: what else is in it, nobody has looked at."""
+    status = {name: copied(before[name]) for name in OWNED_STATUS_FIELDS if name in before}
+    for type_ in ("Ready", "ContainersReady", PROBE_READY):
+        changed = _condition(type_, False, reason, message)
+        status["conditions"] = [changed if each["type"] == type_ else each for each in status["conditions"]]
+    status["conditions"] = [each for each in status["conditions"] if each["type"] in OWNED_CONDITIONS]
+    _keep_transition_times(status["conditions"], before, format_time(now))
+    for container in status.get("containerStatuses") or ():
+        container["ready"] = False
+    return status
+
+
 def build_terminal_status(
     pod: Mapping[str, Any],
     now: datetime,
@@ -422,6 +442,17 @@ def _started_at(before: Mapping[str, Any]) -> str | None:
         if running.get("startedAt"):
             return str(running["startedAt"])
     return None
+
+
+def vm_id_of(pod: Mapping[str, Any]) -> str:
+    """The id of the VM that we wrote on a pod: in its annotation, else in the status of its containers; "" for none."""
+    if found := (pod["metadata"].get("annotations") or {}).get(ANNOTATION_ID):
+        return str(found)
+    for container in (pod.get("status") or {}).get("containerStatuses") or ():
+        scheme, _, found = str(container.get("containerID") or "").partition("://")
+        if scheme == "cocoon" and found:
+            return found
+    return ""
 
 
 def restart_count(before: Mapping[str, Any]) -> int:

@@ -47,12 +47,15 @@ from vkcocoon_status import (
     Reason,
     build_pod_status,
     build_terminal_status,
+    build_withheld_status,
     condition_of,
     copied,
     format_time,
     lifecycle_annotations,
     pod_key,
     restart_count,
+    shows_ready,
+    vm_id_of,
 )
 from vkcocoon_vms import VM
 
@@ -142,12 +145,11 @@ class TrackedPod:
         annotations = pod["metadata"].get("annotations") or {}
         restarts = restart_count(pod.get("status") or {})
         # A pod made from the YAML of another one brings an id along, but nothing that only a VM of its own makes.
-        fresh = ANNOTATION_ID not in annotations or not (pod.get("status") or {}).get("startTime")
+        noted = vm_id_of(pod) if (pod.get("status") or {}).get("startTime") else ""
         spec = PodSpec.of(pod)
         setup = _seeded_setup(annotations) if spec.managed else SetupState()
         intent = _seeded_intent(annotations)
-        noted = "" if fresh else annotations.get(ANNOTATION_ID, "")
-        return cls(pod, spec, intent, restarts=restarts, fresh=fresh, noted=noted, setup=setup)
+        return cls(pod, spec, intent, restarts=restarts, fresh=not noted, noted=noted, setup=setup)
 
     @property
     def key(self) -> str:
@@ -250,7 +252,7 @@ class PodTable:
     def __init__(self) -> None:
         self._pods: dict[str, TrackedPod] = {}
         self._uid_of: dict[str, str] = {}  # namespace/name -> UID
-        self._closed = False
+        self.closed = False
 
     def __iter__(self) -> Iterator[TrackedPod]:
         """A copy: whoever walks the table may switch greenlets or change it."""
@@ -290,7 +292,7 @@ class PodTable:
 
     def holds(self, entry: TrackedPod, vm_id: str | None = None) -> bool:
         """Asked after every switch: still tracked, and (when given) still with that VM? Nothing is once closed."""
-        if self._closed or self._pods.get(entry.uid) is not entry:
+        if self.closed or self._pods.get(entry.uid) is not entry:
             return False
         return vm_id is None or (entry.vm is not None and entry.vm.id == vm_id)
 
@@ -309,7 +311,7 @@ class PodTable:
 
     def close(self) -> None:
         """From now on nothing is held: what is in flight ends without a trace."""
-        self._closed = True
+        self.closed = True
         for entry in self:
             entry.stop.set()
 
@@ -393,6 +395,29 @@ class Publication:
         lost = {"phase": "Failed", **asdict(entry.eviction)} if entry.eviction else {}
         status = build_terminal_status(entry.pod, self._clock.now(), previous=entry.status, **lost)
         self._hand_over(entry, status, {})
+
+    def withhold(self, pod: Pod, reason: str, message: str) -> None:
+        """Nobody probes the guest of a pod that an earlier life of ours left Ready: so it is no more. Says nothing of a
+        pod that this life has published, or is about to."""
+        entry, before = self._pods.get(pod["metadata"]["uid"]), pod.get("status") or {}
+        published = entry is not None and (entry.status is not None or entry.adopting or entry.terminating)
+        if self._pods.closed or published or not shows_ready(before) or before.get("phase") in ("Succeeded", "Failed"):
+            return
+        status = build_withheld_status(before, self._clock.now(), reason, message)
+        if entry is not None:
+            self._hand_over(entry, status, {})
+        else:
+            log.info("not ready", pod=pod_key(pod), reason=reason, message=message)
+            self._report_event(pod, "Warning", "Unhealthy", f"{reason}: {message}")
+            self._notify(pod, status, {})
+
+    def seed(self, entry: TrackedPod) -> None:
+        """A pod that an earlier life of ours left Ready holds its address until the API shows it elsewhere (L10)."""
+        status = entry.pod.get("status") or {}
+        ip = str(status.get("podIP") or "")
+        if self.acknowledged and ip and shows_ready(status) and not self.holder(entry, ip) and entry.spec.managed:
+            self._addresses.claim(entry, ip)
+            self._claimers[entry.uid] = entry
 
     def withdraw(self, entry: TrackedPod) -> None:
         """The pod is forgotten; its address is free once the API no longer shows it Ready there."""
@@ -491,7 +516,10 @@ class Publication:
             return
         before, entry.status, entry.annotations = entry.status, status, annotations
         self._report(entry, before or entry.pod.get("status") or {}, status)
-        metadata = entry.pod["metadata"]
+        self._notify(entry.pod, status, annotations)
+
+    def _notify(self, pod: Pod, status: dict[str, Any], annotations: dict[str, str | None]) -> None:
+        metadata = pod["metadata"]
         identity = {name: metadata[name] for name in ("namespace", "name", "uid") if name in metadata}
         self.notify({"metadata": {**identity, "annotations": dict(annotations)}, "status": copied(status)})
 

@@ -1,6 +1,7 @@
 """Startup reconcile calls start too: what runs is adopted, probed before it is published, and nothing is destroyed on
 doubt (K6, K10, D1; clause 1)."""
 
+import shutil
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,10 @@ from tests.test_vm_watch import at
 from vkcocoon_debts import CLAIMS_FILE
 from vkcocoon_kube import ApiError
 from vkcocoon_setup import ADDRESS_POLL
+from vkcocoon_snapshots import Snapshots
+from vkcocoon_startup import GRACE
+from vkcocoon_status import condition_of
+from vkcocoon_tracking import TrackedPod
 
 
 def restart(world, away=10.0):
@@ -631,6 +636,158 @@ def test_a_list_that_cannot_be_read_destroys_and_creates_nothing_and_is_asked_fo
         assert calls(world.host.cocoon) == made
         assert world.ready("web-0")
         assert len(world.flips("web-0")) == 2
+
+
+# --- what cannot be probed, or is not ours ----------------------------------------------------------------------------
+
+POD = "/api/v1/namespaces/default/pods/web-0"
+
+
+def blocked(world):
+    node = world.kube.admin.get("/api/v1/nodes/sim-node")
+    return condition_of(node["status"], "cocoonstack.io/StartupBlocked").get("status")
+
+
+@pytest.mark.parametrize("fails", [True, False], ids=["fails", "hangs"])
+def test_a_start_that_cannot_see_what_runs_leaves_no_pod_ready_and_says_so(world, fails):
+    world.create_pod("web-0", guest=FAST)
+    world.create_pod("mac-0", os="macos", guest=MAC)
+    world.run(20)
+    vm_id = annotations(world, "web-0")["id"]
+    world.stop()
+    tool = world.host.cocoon
+    hold = None if fails else tool.hold("vm list", times=None)
+    if fails:
+        tool.fail("vm list", stderr="locked", times=7)
+    world.start()
+    world.run(GRACE - 0.001)
+    assert (world.ready("web-0"), blocked(world)) == (True, "False")
+    world.run(0.002)
+    assert (world.ready("web-0"), reason(world, "web-0")) == (False, "NotProbed")
+    assert (status(world, "web-0")["phase"], annotations(world, "web-0")["id"]) == ("Running", vm_id)
+    world.run(60)
+    assert blocked(world) == "True"
+    assert world.ready("mac-0")  # another tool's, and probed
+    world.guest("mac-0").crash()
+    world.run(30)
+    assert (world.ready("mac-0"), restarts(world, "mac-0")) == (True, 1)
+    if hold is not None:
+        hold.release()
+    world.run(120)
+    assert (world.ready("web-0"), blocked(world), world.host.cocoon.count("vm start")) == (True, "False", 0)
+
+
+@pytest.mark.parametrize("lost", [False, True], ids=["stopped", "removed"])
+def test_a_pod_whose_vm_certainly_does_not_run_is_not_ready_from_the_start(world, lost):
+    world.create_pod("web-0", guest=FAST)
+    world.run(20)
+    vm_id = annotations(world, "web-0")["id"]
+    world.stop()
+    world.guest("web-0").crash()
+    if lost:
+        assert world.host.cocoon.execute(["cocoon", "vm", "rm", "--force", "vk-default-web-0"], 30.0).returncode == 0
+    hold = world.host.cocoon.hold("vm clone" if lost else "vm start", times=None)
+    world.start()
+    world.run(0.001)
+    assert (world.ready("web-0"), reason(world, "web-0")) == (False, "VMGone")
+    assert annotations(world, "web-0")["id"] == vm_id  # a kill must not make a new pod of it
+    hold.release()
+    world.run(30)
+    assert (world.ready("web-0"), restarts(world)) == (True, 1)
+
+
+@pytest.mark.parametrize("refused", [False, True], ids=["free API", "refusing API"])
+def test_an_address_that_changed_hands_while_we_were_away_is_given_only_once_the_first_has_left_it(world, refused):
+    """L10 holds over a restart: what the API shows Ready there is a claim."""
+    for name in ("a", "b"):
+        world.create_pod(name, guest=FAST)
+    world.run(10)
+    ip = status(world, "a")["podIP"]
+    world.kill()
+    ours, theirs = world.guest("a"), world.guest("b")
+    ours.silent()
+    ours.renumber("10.88.0.99")
+    world.leases.release(ours.mac)
+    world.leases.lease(theirs.mac, ip)
+    theirs.renumber(ip)
+    if refused:
+        world.kube.fail("PATCH */pods/a/status", ApiError(500, "InternalError", "webhook"), times=20)
+    world.start()
+    world.run(20)
+    if refused:
+        assert (world.ready("b"), reason(world, "b")) == (False, "AddressConflict")
+    world.run(900)
+    assert (world.ready("a"), world.ready("b"), status(world, "b")["podIP"]) == (False, True, ip)
+
+
+@pytest.mark.parametrize("gone", [("name",), ("name", "id")], ids="+".join)
+@pytest.mark.parametrize("os", ["linux", "macos"])
+@pytest.mark.parametrize("noted", [True, False], ids=["state kept", "state lost"])
+def test_a_pod_whose_name_was_removed_while_we_were_away_keeps_its_vm(os, gone, noted):
+    with World(orphan_policy="destroy") as world:
+        world.create_pod("web-0", os=os, guest=MAC if os == "macos" else FAST)
+        world.run(20)
+        vm_id = annotations(world, "web-0")["id"]
+        world.stop()
+        removed = {f"vm.cocoonstack.io/{key}": None for key in gone}
+        world.kube.admin.patch(POD, {"metadata": {"annotations": removed}}, kind="merge")
+        if not noted:
+            shutil.rmtree(world.settings.state_dir)
+        world.start()
+        world.run(30)
+        assert (world.ready("web-0"), annotations(world, "web-0")["id"]) == (True, vm_id)
+        world.guest("web-0").silent()
+        world.run(60)
+        assert not world.ready("web-0")
+        world.delete_pod("web-0")
+        world.run(30)
+        assert (world.pod("web-0"), world.vm_names(), macs(world)) == (None, [], [])
+
+
+def test_a_pod_that_is_not_ours_any_more_is_not_left_ready(world):
+    world.create_pod("web-0", guest=FAST)
+    world.run(20)
+    world.stop()
+    world.kube.admin.patch(POD, {"metadata": {"annotations": {"vm.cocoonstack.io/name": None}}}, kind="merge")
+    assert world.host.cocoon.execute(["cocoon", "vm", "rm", "--force", "vk-default-web-0"], 30.0).returncode == 0
+    shutil.rmtree(world.settings.state_dir)  # where it is written down which VM was made for it
+    world.start()
+    world.run(1)
+    assert (world.ready("web-0"), reason(world, "web-0")) == (False, "NotProbed")
+
+
+def test_one_pod_that_cannot_be_taken_over_costs_itself_alone(world, monkeypatch):
+    for name in ("web-0", "web-1"):
+        world.create_pod(name, guest=FAST)
+    world.run(20)
+    world.stop()
+    known, mistakes = TrackedPod.of, iter(range(2))
+
+    def of(pod):
+        if pod["metadata"]["name"] == "web-0" and next(mistakes, None) is not None:
+            raise ArithmeticError("odd")
+        return known(pod)
+
+    monkeypatch.setattr(TrackedPod, "of", of)
+    world.start()
+    world.run(0.5)
+    assert (world.ready("web-1"), len(world.flips("web-1"))) == (True, 2)
+    assert (world.ready("web-0"), reason(world, "web-0")) == (False, "NotProbed")
+    world.run(30)
+    assert world.ready("web-0")
+    assert ("ProviderCreateFailed", "odd") in events(world, "web-0")
+    assert world.host.cocoon.count("vm clone") == 3  # the last was refused: its name is taken, and the VM adopted
+
+
+def test_a_mistake_over_what_was_seen_at_a_start_is_tried_again(world, monkeypatch):
+    world.create_pod("web-0", guest=FAST)
+    world.run(20)
+    world.stop()
+    known, mistakes = Snapshots.load, iter(range(2))
+    monkeypatch.setattr(Snapshots, "load", lambda self: 1 / 0 if next(mistakes, None) is not None else known(self))
+    world.start()
+    world.run(10)
+    assert (world.ready("web-0"), len(world.flips("web-0")), world.daemon.started.is_set()) == (True, 2, True)
 
 
 def test_the_lease_of_a_known_node_is_renewed_while_start_up_still_waits(world):

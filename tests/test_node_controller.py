@@ -164,6 +164,7 @@ def test_all_conditions_a_scheduler_looks_at_are_there(rig):
         "PIDPressure": "False",
         "NetworkUnavailable": "False",
         "cocoonstack.io/PingerDegraded": "False",
+        "cocoonstack.io/StartupBlocked": "False",
     }
 
 
