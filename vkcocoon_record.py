@@ -71,7 +71,10 @@ class Entry(NamedTuple):
     @classmethod
     def of_line(cls, line: str) -> Entry:
         """The entry that `line` wrote. Raises ValueError for anything else."""
-        document = json.loads(line)
+        try:
+            document = json.loads(line)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
         if not isinstance(document, dict):
             raise ValueError("an entry is a JSON object")
         try:

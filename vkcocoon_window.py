@@ -193,7 +193,6 @@ def ask(path: str, *, limit: float = ASK_S) -> Document:
             body = answer.read()
         if answer.status != HTTPStatus.OK:
             raise NoAnswer(f"the daemon behind {path} answers {answer.status} {answer.reason}; is it another version?")
-        document = json.loads(body)
     except PermissionError:
         raise NoAnswer(f"{path} is for root only; run this as root") from None
     except (FileNotFoundError, ConnectionRefusedError):
@@ -201,7 +200,59 @@ def ask(path: str, *, limit: float = ASK_S) -> Document:
             f"vk-cocoon does not run here: nobody answers at {path}; see systemctl status vk-cocoon"
         ) from None
     except (OSError, http.client.HTTPException, ValueError) as error:
-        raise NoAnswer(f"the daemon behind {path} does not answer: {error or type(error).__name__}") from error
-    if not isinstance(document, dict):
-        raise NoAnswer(f"the daemon behind {path} answers something else; is it another version?")
-    return document
+        raise NoAnswer(f"the daemon behind {path} does not answer: {str(error) or type(error).__name__}") from error
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise NoAnswer(f"the daemon behind {path} answers something else: {error}") from None
+    if wrong := _wrong(document, _DOCUMENT, ""):
+        version = document.get("version") if isinstance(document, dict) else None
+        raise NoAnswer(
+            f"the daemon behind {path} answers something else: {wrong}; "
+            f"it is {f'version {version}' if isinstance(version, str) else 'another version'}; "
+            "if it is vk-cocoon, systemctl restart vk-cocoon lets it run the version that is installed"
+        )
+    found: Document = document
+    return found
+
+
+# What the commands read of the document (vkcocoon_overview makes it). Another version may say more.
+_TEXT, _NUMBER, _FLAG = (str,), (int, float), (bool,)
+_LAST_PROBE = {"took_seconds": _NUMBER, "failures": _NUMBER, "failure_threshold": _NUMBER, "next_seconds": _NUMBER}
+_POD = {
+    **dict.fromkeys(("namespace", "name", "uid", "os", "vm", "ip", "probe", "lifecycle", "reason", "message"), _TEXT),
+    "ready": _FLAG,
+    "published": _FLAG,
+    "restarts": _NUMBER,
+    "since": (str, type(None)),
+    "last_probe": (_LAST_PROBE, type(None)),
+}
+_DOCUMENT = {
+    "node": _TEXT,
+    "version": _TEXT,
+    "uptime_seconds": _NUMBER,
+    "pinger_degraded": _FLAG,
+    "checks": [{"name": _TEXT, "trouble": _TEXT}],
+    "pods": [_POD],
+}
+
+
+def _wrong(given: Any, wanted: Any, where: str) -> str:
+    """What in ``given`` is not as ``wanted``: types, a list of one such form, or a mapping; "" when all is."""
+    if isinstance(wanted, tuple):
+        forms = [form for form in wanted if isinstance(form, dict)]
+        if isinstance(given, tuple(form for form in wanted if isinstance(form, type))):
+            return ""
+        return _wrong(given, forms[0], where) if forms else f"{where} is {type(given).__name__}"
+    kind = type(wanted)
+    if not isinstance(given, kind):
+        return f"{where or 'the document'} is {type(given).__name__} and no {kind.__name__}"
+    if isinstance(wanted, list):
+        found = (_wrong(each, wanted[0], f"{where}[{number}]") for number, each in enumerate(given))
+    else:
+        dot = f"{where}." if where else ""
+        found = (
+            _wrong(given[name], form, dot + name) if name in given else f"{dot}{name} is missing"
+            for name, form in wanted.items()
+        )
+    return next(filter(None, found), "")

@@ -22,6 +22,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from simulator import log_fields
 from simulator.stage import example_pod
 from simulator.values import time_text
 from vkcocoon_record import Entry
@@ -91,7 +92,9 @@ class Replay:
 
 
 def read(source: Path) -> list[Entry]:
-    """The entries of a file, or of all files in a directory, with one time for all of them. Raises LogError.
+    """The entries of a file, or of all files in a directory, with one time for all of them.
+
+    Each of them says what is read of it later (simulator.log_fields). Raises LogError.
 
     Lives of a daemon follow each other by the wall clock. A last line that is cut short is what a killed daemon left.
     """
@@ -117,15 +120,22 @@ def read(source: Path) -> list[Entry]:
 
 def _lines(file: Path) -> Iterator[Entry]:
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Not splitlines: what a guest said may hold other separators of lines, and they stand there as they are.
+        lines = file.read_text(encoding="utf-8").removesuffix("\n").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise LogError(f"{file}: {getattr(error, 'strerror', '') or error}") from error
     for number, line in enumerate(lines, 1):
         try:
-            yield Entry.of_line(line)
+            entry = Entry.of_line(line)
         except ValueError as error:
             if number < len(lines):
                 raise LogError(f"{file}:{number}: {error}") from error
+            return
+        try:
+            log_fields.check(entry)
+        except ValueError as error:
+            raise LogError(f"{file}:{number}: {error}") from error
+        yield entry
 
 
 def replay_of(entries: Iterable[Entry], *, name: str = "") -> Replay:
@@ -359,7 +369,7 @@ class _Story:
             return
         pod = self._pods.get(entry.key)
         if pod is not None and pod.uid and pod.uid == fields.get("uid"):
-            return self._sighted(pod, entry, fields["wishes"])
+            return self._sighted(pod, entry, fields.get("wishes") or {})
         if pod is not None:
             pod.exists, pod.uid = True, str(fields.get("uid", ""))
             self._at(entry.at_us, {"recreate": entry.key})
@@ -532,7 +542,7 @@ class _Story:
             return entry.at_us
         since_us, last_us = entry.at_us - int(fields["ago_us"]), self._last(pod)
         probes = (each for each in self._entries[place + 1 :] if each.actor == "probe" and each.key == pod.key)
-        began_us = next((each.at_us - int(dict(each.fields)["took_us"]) for each in probes), entry.at_us)
+        began_us = next((each.at_us - int(dict(each.fields).get("took_us", 0)) for each in probes), entry.at_us)
         return since_us if last_us <= since_us < began_us else last_us
 
     def _gap(self, place: int, pod: _Pod) -> bool:

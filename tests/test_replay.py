@@ -122,6 +122,51 @@ def test_what_is_no_entry_is_named_with_its_line(tmp_path, line, says):
         read(path)
 
 
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (entry(-1), "us: -1 is no number of microseconds"),
+        (entry(1, "probe", "ok", "default/web-0", took_us=3), "probe ok: reason is missing"),
+        (
+            entry(1, "probe", "fails", "default/web-0", reason="VMGone", took_us="9" * 5000),
+            "probe fails: took_us: '999",
+        ),
+        (entry(1, "probe", "ok", "default/web-0", reason="X", took_us=float("inf")), "probe ok: took_us: inf is no"),
+        (entry(1, "probe", "ok", "default/web-0", reason="X", n=None), "probe ok: n: None is no whole number"),
+        (entry(1, "command", "begins", "x", tool="cocoon"), "command begins: verb is missing"),
+        (entry(1, "command", "begins", "x", verb="vm list"), "command begins: tool is missing"),
+        (entry(1, "command", "ends", "x", verb="vm rm", tool="cocoon", exit="0"), "command ends: took_us is missing"),
+        (entry(1, "lease", "granted", "default/web-0", ip="x"), "lease granted: ip: 'x' is no IPv4 address"),
+        (entry(1, "api", "fails", "", request="GET /x", took_us=1), "api fails: status is missing"),
+        (entry(1, "kube", "created", "x/"), "'x/' is no pod name"),
+        (
+            entry(1, "kube", "annotations", "default/x", annotations=[]),
+            r"kube annotations: annotations: \[\] is no mapping",
+        ),
+        (entry(1, "record", "begins", "node", wall="today"), "record begins: wall: Invalid isoformat string"),
+    ],
+)
+def test_a_field_that_is_missing_or_wrong_is_named_with_its_line_also_in_the_last_one(tmp_path, line, says):
+    path = tmp_path / "log.jsonl"
+    path.write_text(f"{entry(1).line()}\n{line.line()}\n")
+    with pytest.raises(LogError, match=f"log.jsonl:2: {says}"):
+        read(path)
+
+
+def test_a_line_that_is_nested_too_deeply_is_refused(tmp_path):
+    path = tmp_path / "log.jsonl"
+    path.write_text(f"{'[' * 100_000}\n{entry(1).line()}\n")
+    with pytest.raises(LogError, match=r"log\.jsonl:1: it is nested too deeply"):
+        read(path)
+
+
+def test_what_a_guest_said_may_hold_separators_of_lines(tmp_path):
+    path = tmp_path / "log.jsonl"
+    said = entry(1, "probe", "fails", "default/web-0", reason="NoSSHBanner", message="said 'a\u2028b\x85c'")
+    path.write_text(f"{said.line()}\n")
+    assert read(path) == [said]
+
+
 def test_the_half_line_that_a_killed_daemon_left_is_no_error(tmp_path):
     path = tmp_path / "log.jsonl"
     path.write_text(f'{entry(1).line()}\n{{"us": 2, "act')

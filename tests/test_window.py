@@ -24,6 +24,11 @@ DOCUMENT = {
     "checks": [],
     "pods": [],
 }
+POD = {
+    **dict.fromkeys(("namespace", "name", "uid", "os", "vm", "ip", "probe", "lifecycle", "reason", "message"), "x"),
+    **dict.fromkeys(("ready", "published"), True),
+    **{"restarts": 0, "since": None, "last_probe": None},
+}
 
 
 @pytest.fixture
@@ -133,9 +138,9 @@ class TestSocket:
     def test_closing_takes_its_file_away_but_not_its_successors(self, opened, path):
         first = opened(sock(path))
         os.unlink(path)
-        opened(sock(path, lambda: {"node": "second"}))
+        opened(sock(path, lambda: DOCUMENT | {"node": "second"}))
         first.close()
-        assert ask(path) == {"node": "second"}
+        assert ask(path)["node"] == "second"
 
     def test_after_closing_nothing_is_left(self, opened, path):
         opened(sock(path)).close()
@@ -156,6 +161,14 @@ class TestSocket:
         assert ask(path) == DOCUMENT
 
 
+def ok(body):
+    return b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%s" % (len(body), body)
+
+
+def changed(**parts):
+    return json.dumps(DOCUMENT | parts).encode()
+
+
 class TestAsk:
     def test_nobody_there_is_one_line_that_says_where_to_look(self, path):
         with pytest.raises(NoAnswer, match=r"vk-cocoon does not run here: nobody answers at .*; see systemctl status"):
@@ -165,8 +178,16 @@ class TestAsk:
         ("answer", "why"),
         [
             (b"", "does not answer"),
-            (b"HTTP/1.1 200 OK\r\nContent-Length: 3\r\n\r\nodd", "does not answer"),
-            (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "answers something else"),
+            (ok(b"odd"), "answers something else: Expecting value"),
+            (ok(b"[" * 100_000), "answers something else: maximum recursion depth exceeded"),
+            (ok(b"\xff\xfe"), "answers something else"),
+            (ok(b"[]"), "answers something else: the document is list and no dict; it is another version"),
+            (ok(b"{}"), "node is missing; it is another version; if it is vk-cocoon, systemctl restart vk-cocoon"),
+            (ok(changed(pods=None)), "pods is NoneType and no list; it is version"),
+            (ok(changed(pods=[{"namespace": "default"}])), r"pods\[0\].name is missing"),
+            (ok(changed(pods=[POD | {"last_probe": {}}])), r"pods\[0\].last_probe.took_seconds is missing"),
+            (ok(changed(pods=[POD | {"ip": None}])), r"pods\[0\].ip is NoneType"),
+            (ok(changed(checks=[{"name": "hub"}])), r"checks\[0\].trouble is missing"),
             (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", "answers 404 Not Found"),
             (None, "does not answer: timed out"),
         ],
