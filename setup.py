@@ -49,7 +49,7 @@ setup(
     package_data={"simulator": ["py.typed", "scenarios/*.yaml", "examples/*.yaml"]},
     install_requires=RUNTIME,
     extras_require={"sim": SIM, "dev": DEV},
-    entry_points={"console_scripts": ["vk-cocoon=vkcocoon_cli:main"]},
+    entry_points={"console_scripts": ["vk-cocoon=vkcocoon_entry:main"]},
     classifiers=[
         "Operating System :: POSIX :: Linux",
         "Programming Language :: Python :: 3.11",

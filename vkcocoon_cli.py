@@ -5,7 +5,7 @@ and never load gevent, kubernetes, paramiko or rich. `run` and `simulate` import
 that import makes the process cooperative and must not come too late (D6).
 
 Data goes to stdout, talk to stderr. Exit codes (D5): 0 ok, 1 failed, 2 wrong usage, 70 internal error, 78 a setting
-that cannot be right. They are decided in one place, `_Commands.invoke`.
+that cannot be right, 130 ended by Ctrl-C. They are decided in one place, `_Commands`.
 """
 
 import difflib
@@ -16,7 +16,7 @@ import platform
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from importlib import util
 from typing import Any, NoReturn
 
@@ -28,6 +28,7 @@ from vkcocoon_settings import SETTINGS, SettingError, Settings, WrongSettings
 __all__ = ["cli", "main"]
 
 INTERNAL_ERROR = 70
+INTERRUPTED = 130  # as shells say it
 
 SECTIONS = {
     "run": "Service",
@@ -37,6 +38,40 @@ SECTIONS = {
     "completion": "Other",
     "version": "Other",
 }
+
+
+class _Output:
+    """stdout, and the error when it could not be written, to tell that from errors of the commands."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.trouble: OSError | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> Any:
+        return self._noted(self._stream.write, text)
+
+    def flush(self) -> None:
+        if self._stream is not None:  # as it is when there was none to begin with
+            self._noted(self._stream.flush)
+
+    def _noted(self, call: Callable[..., Any], *words: str) -> Any:
+        try:
+            return call(*words)
+        except OSError as error:
+            self.trouble = error
+            raise
+
+    def away(self) -> None:
+        """Put the stream itself back. What it did not take is dropped, or the interpreter would complain at its end."""
+        if sys.stdout is self:
+            sys.stdout = self._stream
+        if self.trouble is not None:
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self._stream.fileno())
+            os.close(nowhere)
 
 
 class _Commands(click.Group):
@@ -56,6 +91,34 @@ class _Commands(click.Group):
             with formatter.section(section):
                 formatter.write_dl(rows)
 
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        stdout = _Output(sys.stdout)
+        if sys.stdout is not None:
+            sys.stdout = stdout
+        try:
+            code = self._run(*args, **options)
+            stdout.flush()
+        except click.ClickException as error:
+            error.show()
+            code = error.exit_code
+        except OSError as error:
+            if stdout.trouble is not error:
+                raise
+            code = 1
+        finally:
+            stdout.away()
+        if stdout.trouble is not None and not isinstance(stdout.trouble, BrokenPipeError):
+            click.echo(f"vk-cocoon: stdout cannot be written: {stdout.trouble.strerror}", err=True)
+        sys.exit(code)
+
+    def _run(self, *args: Any, **options: Any) -> Any:
+        try:
+            return super().main(*args, **options | {"standalone_mode": False})
+        except SystemExit as ended:
+            return ended.code
+        except click.Abort:
+            return INTERRUPTED
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
@@ -63,7 +126,9 @@ class _Commands(click.Group):
             raise Misconfigured(str(error)) from None
         except (click.ClickException, click.exceptions.Exit, click.Abort, BrokenPipeError):
             raise  # click's own ways to end; it closes a broken pipe quietly
-        except Exception:  # noqa: BLE001  the root of the program: whatever it was, say so in full and exit 70
+        except Exception as error:  # the root of the program: whatever it was, say so in full and exit 70
+            if error is getattr(sys.stdout, "trouble", None):
+                raise
             click.echo(f"vk-cocoon {_version()}: internal error, please report it:\n{traceback.format_exc()}", err=True)
             ctx.exit(INTERNAL_ERROR)
 

@@ -229,7 +229,7 @@ def status(env_file: str | None, output: str, watch: bool, every: float) -> None
             document = ask(path)
         except NoAnswer as error:
             raise OneLine(str(error)) from None
-        if watch and output != "json" and sys.stdout.isatty():
+        if watch and output != "json" and sys.stdout.isatty() and os.environ.get("TERM") != "dumb":
             click.echo(CLEAR, nl=False)
         _show_status(document, output, one_line=watch)
         if not watch:

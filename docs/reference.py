@@ -41,7 +41,7 @@ def commands_page() -> str:
         MADE.format("the commands in vkcocoon_cli.py and vkcocoon_inspection.py"),
         "",
         "Data goes to stdout, everything else to stderr. Exit codes: 0 ok, 1 failed, 2 wrong usage, 70 an error of",
-        "vk-cocoon's own, 78 a setting that cannot be right.",
+        "vk-cocoon's own, 78 a setting that cannot be right, 130 ended by Ctrl-C.",
     ]
     root = click.Context(vkcocoon_cli.cli, info_name="vk-cocoon", terminal_width=WIDTH, max_content_width=WIDTH)
     for name, command in vkcocoon_cli.cli.commands.items():

@@ -130,7 +130,7 @@ def build_single(source: Path, work: Path, wheel: Path, output: Path) -> Path:
     pip("install", "--no-deps", "--no-index", "--target", site, wheel)
     prune(site)
     packed = work / "packed.pyz"
-    entry = ("--entry-point", "vkcocoon_cli:main", "--python", "/usr/bin/env python3")
+    entry = ("--entry-point", "vkcocoon_entry:main", "--python", "/usr/bin/env python3")
     how = ("--reproducible", "--compressed", "--compile-pyc", "--site-packages", site)
     run(TOOLS / "bin" / "python", "-m", "shiv", *entry, *how, "--output-file", packed)
     single = output / f"vk-cocoon-{version(source)}-cp{MINOR.replace('.', '')}-linux-{MACHINE}.pyz"

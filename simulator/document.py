@@ -91,15 +91,26 @@ class Document:
             return cls(source)
         path = Path(source)
         try:
-            loader = _Lines(path.read_text())
+            content = path.read_bytes()
+            loader = _Lines(content.decode("utf-8-sig"))
             return cls(loader.get_single_data(), str(source), loader.line_of, loader.line_of_key)
         except OSError as error:
             raise ScenarioError(f"{path}: {error.strerror or error}") from error
         except yaml.MarkedYAMLError as error:
             line = error.problem_mark.line + 1 if error.problem_mark else 1
             raise ScenarioError(f"{path}:{line}: {error.problem}") from error
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            line = content.count(b"\n", 0, error.start) + 1
+            raise ScenarioError(
+                f"{path}:{line}: this is no text in UTF-8, as YAML is; is it the right file?"
+            ) from error
+        except yaml.reader.ReaderError as error:
+            line = content.decode("utf-8-sig").count("\n", 0, error.position) + 1
+            raise ScenarioError(f"{path}:{line}: a character that YAML does not have; is it the right file?") from error
+        except yaml.YAMLError as error:
             raise ScenarioError(f"{path}: {' '.join(str(error).split())}") from error
+        except RecursionError:
+            raise ScenarioError(f"{path}: it is nested too deeply; is it the right file?") from None
 
     def wrong(self, where: Any, text: str, key: Any = None) -> ScenarioError:
         """The refusal of what stands at ``where``, a mapping of this document, or of one of its keys."""
@@ -116,9 +127,11 @@ class Document:
         return value
 
     def rows(self, root: Mapping[str, Any], key: str) -> Iterable[Any]:
-        rows = root.get(key) or ()
+        rows = root.get(key)
+        if rows is None:  # the key alone
+            return ()
         if not isinstance(rows, list | tuple):
-            raise self.wrong(root, f"{key} must be a list", key)
+            raise self.wrong(root, f"{key} must be a list, not {rows!r}", key)
         return rows
 
     def known(self, given: Mapping[str, Any], allowed: Iterable[str], what: str, at: Any = None) -> None:

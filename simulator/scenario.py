@@ -34,7 +34,23 @@ from simulator.happenings import HAPPENINGS, Happening
 from simulator.observations import SIGHT, Observation
 from simulator.stage import Stage
 from simulator.timeline import Timeline
-from simulator.values import COUNT, FLAG, MAP, NUMBER, POD, PORTS, SHARE, TEXT, TIME, Drawn, drawn, split, word
+from simulator.values import (
+    COUNT,
+    FLAG,
+    LENGTH,
+    MAP,
+    NTH,
+    NUMBER,
+    POD,
+    PORTS,
+    SHARE,
+    TEXT,
+    TIME,
+    Drawn,
+    drawn,
+    split,
+    word,
+)
 from simulator.world import World
 from vkcocoon_record import Entry
 from vkcocoon_settings import SETTINGS, SettingError
@@ -61,7 +77,7 @@ SCENARIO = (
     Parameter("version", NUMBER, "of the language: 1", default=1),
     Parameter("name", TEXT, "what it is about; the file's name if not given"),
     Parameter("seed", COUNT, "the seed to run it with when none is given on the command line"),
-    Parameter("until", TIME, "when it ends", default=60.0),
+    Parameter("until", LENGTH, "when it ends", default=60.0),
     Parameter("jitter", TIME, "with a seed: the most that a call, packet or message takes by itself; 2ms if not given"),
     Parameter(
         "wire",
@@ -77,7 +93,11 @@ PODS = (
     Parameter("name", POD, "namespace and name", needed=True),
     Parameter("os", word("os", ("linux", "windows", "macos")), "its system", default="linux"),
     Parameter("at", drawn(TIME), "when it is created"),
-    Parameter("annotations", MAP, "annotations besides those its system needs; null takes one of those away"),
+    Parameter(
+        "annotations",
+        MAP,
+        "annotations besides those its system needs; null takes one of those away. A number or true becomes text",
+    ),
     Parameter("labels", MAP, "labels"),
     Parameter("resources", MAP, "`cpu`, `memory`: requests and limits of its container"),
 )
@@ -105,7 +125,7 @@ EVENT = (
     Parameter("at", drawn(TIME), "the instant it happens"),
     Parameter("when", MAP, "instead of at: it happens when something is seen, see below"),
     Parameter("for", drawn(TIME), "how long it lasts; without it, until the end"),
-    Parameter("every", TIME, "it happens again, so often after the first time"),
+    Parameter("every", LENGTH, "it happens again, so often after the first time"),
     Parameter("times", COUNT, "how many times in all; without it, until the end"),
     Parameter("id", TEXT, "a name that expectations can refer to"),
     NOTE,
@@ -113,7 +133,7 @@ EVENT = (
 WHEN_SEEN = (
     Parameter("sees", SIGHT, "what is seen", needed=True),
     Parameter("pod", POD, "about which pod; about any if not given"),
-    Parameter("nth", COUNT, "which time counts", default=1),
+    Parameter("nth", NTH, "which time counts", default=1),
     Parameter("since", TEXT, "count only from the event with this id on"),
     Parameter("later", drawn(TIME), "how much later it happens"),
 )
@@ -422,7 +442,7 @@ class _Reader:
         document.known(resources, RESOURCES, "resource", row.get("resources"))
         return PodPlan(
             line=document.line(row),
-            guest=self._guest(row, row.get("guest") or {}),
+            guest=self._guest(row, {} if row.get("guest") is None else row["guest"]),
             resources=resources,
             annotations=values.pop("annotations") or {},
             labels=values.pop("labels") or {},

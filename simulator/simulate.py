@@ -6,6 +6,7 @@ everything held, 1 something did not, 2 the file is wrong.
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ import click
 from simulator import explore, lanes, replay, report
 from simulator.scenario import Scenario, ScenarioError, load
 from simulator.timeline import Timeline
+from vkcocoon_terminal import Mark, Paint
 
 __all__ = ["main"]
 
@@ -26,7 +28,7 @@ TOLD = {("daemon", kind) for kind in ("start", "stop", "kill")} | {
     ("kube", kind) for kind in ("created", "deleted", "phase", "ready", "reason", "address", "lifecycle", "terminating")
 }
 
-COLORS = {"met": "green", "broken": "red"}
+MARKS = {"met": Mark.OK, "broken": Mark.FAILED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,8 @@ def _explore(scenario: str, plan: Scenario, options: Options) -> int:
         click.echo(f"{plan.name}: {len(seeds)} runs held, seeds {seeds[0]} to {seeds[-1]}")
         return 0
     click.echo(f"{plan.name}: seed {failure.seed} fails, after {failure.seed - seeds[0]} that held")
-    click.echo(f"{click.style('BROKEN', fg='red')} {failure.what}: {failure.why}")
+    paint = Paint("auto", sys.stdout, os.environ)
+    click.echo(f"{paint.colored('BROKEN', Mark.FAILED)} {failure.what}: {failure.why}")
     click.echo(f"reproduce:  {again(scenario, failure.seed, options)}")
     with _Progress("making it smaller: run", None) as progress:
         if options.prepare:
@@ -167,7 +170,7 @@ class _Progress:
 
     def __init__(self, what: str, of: int | None) -> None:
         self._what, self._of = what, "" if of is None else f" of {of}"
-        self._shown = sys.stderr.isatty()
+        self._shown = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
 
     def __enter__(self) -> _Progress:
         return self
@@ -204,8 +207,10 @@ def _show(plan: Scenario, seed: int | None, timeline: Timeline, *, err: bool) ->
     for entry in timeline:
         if (entry.actor, entry.kind) in TOLD or entry.actor in ("scenario", "invariant"):
             click.echo(entry.text(), err=err)
+    paint = Paint("auto", sys.stderr if err else sys.stdout, os.environ)
     for entry in timeline.of(actor="expect"):
-        mark = click.style(lanes.SIGNS[entry.kind], fg=COLORS.get(entry.kind))
+        sign = lanes.SIGNS[entry.kind]
+        mark = paint.colored(sign, MARKS[entry.kind]) if entry.kind in MARKS else sign
         why = dict(entry.fields).get("why", "")
         click.echo(f"{mark} {entry.key}{f': {why}' if why else ''}", err=err)
     click.echo(f"digest:     {timeline.digest()}", err=err)

@@ -21,8 +21,11 @@ __all__ = [
     "COUNT",
     "FLAG",
     "IP",
+    "LENGTH",
     "MAP",
+    "NTH",
     "NUMBER",
+    "PARTS",
     "POD",
     "PORT",
     "PORTS",
@@ -187,11 +190,35 @@ def _ip(given: Any) -> str:
 def _map(given: Any) -> dict[str, str | None]:
     if not isinstance(given, Mapping):
         raise ValueError(f"{given!r} is no mapping")
-    return {str(key): None if value is None else _plain(value) for key, value in given.items()}
+    return {str(key): None if value is None else _plain(key, value) for key, value in given.items()}
 
 
-def _plain(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def _plain(key: Any, value: Any) -> str:
+    """Kubernetes holds texts; a port is written as a number all the same, and a switch as true."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    if not isinstance(value, str | int):
+        raise ValueError(f"{key} is {value!r}; a value is a text, a whole number, true or false: put it in quotes")
+    return str(value)
+
+
+def _text(given: Any) -> str:
+    if not isinstance(given, str | int | float):
+        raise ValueError(f"{'nothing' if given is None else repr(given)} is no text")
+    return str(given)
+
+
+def _length(given: Any) -> float:
+    seconds = seconds_of(given)
+    if not seconds:
+        raise ValueError(f"{given!r} is no time; it must be more than 0")
+    return seconds
+
+
+def _turn(given: Any) -> int:
+    if _count(given) == 0:
+        raise ValueError("0 is never; the first time is 1")
+    return int(given)
 
 
 def _text_or_none(given: Any) -> str | None:
@@ -200,14 +227,17 @@ def _text_or_none(given: Any) -> str | None:
 
 TIME = Kind("time", "`1m30s`", seconds_of)
 SIGNED_TIME = Kind("time", "`1h`, or `-1h`", _signed)
-TEXT = Kind("text", "text", str)
+LENGTH = Kind("time", "`1m30s`, more than 0", _length)
+TEXT = Kind("text", "text", _text)
 TEXT_OR_NONE = Kind("text", "text, or `null`", _text_or_none)
 FLAG = Kind("yes or no", "`true` or `false`", _typed(bool, "true or false"))
 COUNT = Kind("number", "a whole number", _count)
+NTH = Kind("number", "a whole number from 1", _turn)
 NUMBER = Kind("number", "a number", _typed((int, float), "a number"))  # type: ignore[arg-type]
 SHARE = Kind("share", "`30%`", _share)
 PORT = Kind("port", "1 to 65535", _port)
 PORTS = Kind("ports", "`[22, 3389]`", _ports)
 IP = Kind("address", "`10.88.0.200`", _ip)
 MAP = Kind("mapping", "`{key: text}`", _map)
+PARTS = Kind("mapping", "`{key: value}`", _typed(Mapping, "a mapping"))
 POD = Kind("pod", "`default/web-0`", pod_name)

@@ -221,12 +221,13 @@ class TestErrors:
         assert "KeyError: 'nothing'" in result.stderr
         assert "please report" in result.stderr
 
-    def test_an_interrupt_is_1(self, invoke, monkeypatch):
+    def test_an_interrupt_is_130_and_says_nothing(self, invoke, monkeypatch):
         def interrupted():
             raise KeyboardInterrupt
 
         monkeypatch.setattr(vkcocoon_cli, "_build", interrupted)
-        assert invoke("version").exit_code == 1
+        result = invoke("version")
+        assert (result.exit_code, result.output.strip()) == (130, "")
 
 
 class TestVersion:
@@ -353,6 +354,42 @@ vkcocoon_cli.main(["run", "--help"])
 """
         ended = process(code=code)
         assert (ended.returncode, ended.stderr) == (1, "")
+
+    @pytest.mark.parametrize(
+        "words", [["--version"], ["--help"], ["run", "--help"], ["completion", "bash"], ["version"]]
+    )
+    @pytest.mark.parametrize("environ", [{"PYTHONUNBUFFERED": "1"}, {"PYTHONUNBUFFERED": ""}])
+    def test_a_full_disk_behind_stdout_is_one_line_and_1(self, words, environ):
+        code = """
+import os
+os.dup2(os.open("/dev/full", os.O_WRONLY), 1)
+import vkcocoon_cli
+vkcocoon_cli.main()
+"""
+        ended = process(*words, code=code, environ=environ)
+        line = "vk-cocoon: stdout cannot be written: No space left on device\n"
+        assert (ended.returncode, ended.stderr) == (1, line)
+
+    def test_without_stdout_a_command_works_all_the_same(self):
+        ended = process("version", code="import sys; sys.stdout = None; import vkcocoon_cli; vkcocoon_cli.main()")
+        assert (ended.returncode, ended.stderr) == (0, "")
+
+    @pytest.mark.parametrize("loads", ["click", "vkcocoon_inspection", "gevent", "vkcocoon_window", "nothing"])
+    def test_an_interrupt_at_any_moment_is_130_without_a_traceback(self, loads):
+        code = f"""
+import signal, sys, vkcocoon_entry
+class Finder:
+    def find_spec(self, name, *_):
+        if name == {loads!r}:
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Finder())
+if {loads!r} == "nothing":
+    import vkcocoon_inspection
+    vkcocoon_inspection.loaded = lambda _: signal.raise_signal(signal.SIGINT)
+vkcocoon_entry.main()
+"""
+        ended = process("status", code=code)
+        assert (ended.returncode, ended.stdout, ended.stderr.strip()) == (130, "", "")
 
 
 # Log lines --------------------------------------------------------------------------------------------------------

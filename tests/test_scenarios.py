@@ -1,6 +1,7 @@
 """Every shipped scenario meets its expectations, twice the same; one that is wrong is refused with its line."""
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -223,6 +224,19 @@ def test_a_verdict_says_what_it_is_about_and_what_was_seen():
         ({"expect": [{"pod": "web-0", "order": ["ready"]}]}, "order is a list of at least two"),
         ({"expect": [{"pod": "web-0"}]}, "an expectation has exactly one of ready, shows"),
         ({"pods": {"name": "web-0"}}, "pods must be a list"),
+        ({"expect": {}}, "expect must be a list, not {}"),
+        ({"events": ""}, "events must be a list, not ''"),
+        ({"name": [1]}, "name: [1] is no text"),
+        ({"name": None}, "name: nothing is no text"),
+        ({"until": "0s"}, "until: '0s' is no time; it must be more than 0"),
+        ({"events": [{"at": "1s", "every": "0s", "crash": "web-0"}]}, "every: '0s' is no time; it must be more than 0"),
+        ({"events": [{"when": {"sees": "ready", "nth": 0}, "crash": "web-0"}]}, "nth: 0 is never"),
+        ({"pods": [{"name": "web-0", "guest": []}]}, "guest must be a mapping, not []"),
+        ({"pods": [{"name": "web-0", "annotations": {"a": [1]}}]}, "annotations: a is [1]; a value is a text, a whole"),
+        (
+            {"pods": [{"name": "web-0", "annotations": {"a": 1.10}}]},
+            "annotations: a is 1.1; a value is a text, a whole",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -243,15 +257,26 @@ def test_what_is_not_known_is_refused_with_a_way_out(change, says):
         ("pods:\n  - name: web-0\n    guest:\n      boot: 1s\n      lease: now\n", 5, "lease: 'now' is no time"),
         ("pods:\n  - name: web-0\n    resources:\n      cpu: 1\n      cpus: 2\n", 5, "did you mean 'cpu'?"),
         ("until: 1s\nversion: 2\n", 2, "version 2 is not known"),
+        ("until: 1s\nexpect: {}\n", 2, "expect must be a list"),
+        ("until: 1s\nname: [1]\n", 2, "name: [1] is no text"),
+        ("until: 1s\nname: a\0b\n", 2, "a character that YAML does not have; is it the right file?"),
+        ("until: 1s\nname: \udcff\n", 2, "this is no text in UTF-8, as YAML is; is it the right file?"),
     ],
 )
 def test_a_refusal_names_file_and_line(tmp_path, text, line, says):
     path = tmp_path / "bad.yaml"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ScenarioError) as refused:
         load(path)
     assert str(refused.value).startswith(f"{path}:{line}: ")
     assert says in str(refused.value)
+
+
+def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
+    path = tmp_path / "deep.yaml"
+    path.write_text("[" * 100_000)
+    with pytest.raises(ScenarioError, match=r"deep\.yaml: it is nested too deeply"):
+        load(path)
 
 
 def test_an_empty_file_is_said_to_be_empty(tmp_path):
@@ -270,6 +295,17 @@ def test_the_command_tells_met_from_broken_from_wrong_by_its_exit_code(tmp_path,
     assert main(str(path), seed=3) == 1
     assert f"vk-cocoon simulate {path} --seed 3" in capsys.readouterr().out
     assert main(str(tmp_path / "none.yaml")) == 2
+
+
+@pytest.mark.parametrize(("environ", "colored"), [({}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)])
+def test_verdicts_have_colors_on_a_terminal_that_wants_them(environ, colored, capsys, monkeypatch):
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert main(str(next(path for path in SHIPPED if path.stem == "oracle"))) == 0
+    assert ("\x1b[32m" in capsys.readouterr().out) is colored
 
 
 def test_what_cannot_be_written_is_named_and_the_end_that_was_chosen_is_kept(tmp_path, capsys):

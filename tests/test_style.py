@@ -46,6 +46,7 @@ LAYERS = [
     ["vkcocoon_doctor"],
     ["vkcocoon_inspection"],
     ["vkcocoon_cli"],
+    ["vkcocoon_entry"],
 ]
 # Libraries that are heavy, or whose types must not spread, and the only places that know them.
 LIBRARIES = {
