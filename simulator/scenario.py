@@ -41,6 +41,7 @@ from simulator.values import (
     MAP,
     NTH,
     NUMBER,
+    PARTS,
     POD,
     PORTS,
     SHARE,
@@ -123,7 +124,7 @@ GUEST_FIELDS = {
 
 EVENT = (
     Parameter("at", drawn(TIME), "the instant it happens"),
-    Parameter("when", MAP, "instead of at: it happens when something is seen, see below"),
+    Parameter("when", PARTS, "instead of at: it happens when something is seen, see below"),
     Parameter("for", drawn(TIME), "how long it lasts; without it, until the end"),
     Parameter("every", LENGTH, "it happens again, so often after the first time"),
     Parameter("times", COUNT, "how many times in all; without it, until the end"),

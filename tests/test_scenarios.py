@@ -272,6 +272,12 @@ def test_a_refusal_names_file_and_line(tmp_path, text, line, says):
     assert says in str(refused.value)
 
 
+def test_a_trigger_may_be_drawn_too():
+    later = {"one_of": ["1s", "2s"]}
+    (event,) = load(GOOD | {"events": [{"when": {"sees": "ready", "later": later}, "crash": "web-0"}]}).events
+    assert not event.trigger.later.fixed
+
+
 def test_a_file_that_is_nested_too_deeply_is_refused(tmp_path):
     path = tmp_path / "deep.yaml"
     path.write_text("[" * 100_000)
