@@ -394,7 +394,7 @@ class HttpKubeApi:
             raise ApiError(0, "Timeout", f"no complete answer within {self._call_s:g} s") from error
         except (urllib3.exceptions.HTTPError, http.client.HTTPException, OSError) as error:
             raise ApiError(0, type(error).__name__, str(error)) from error
-        except ValueError as error:  # not JSON, not UTF-8
+        except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, or deeper than anything is
             raise ApiError(0, "BadAnswer", f"the answer cannot be read: {error}") from error
 
 
@@ -428,7 +428,7 @@ def _refusal(response: Any) -> ApiError:
     response.release_conn()
     try:
         status = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         status = None
     if not isinstance(status, dict):
         return ApiError(response.status, str(response.reason or ""), text[:BODY_SHOWN], _retry_after(response, {}))
@@ -441,7 +441,8 @@ def _refusal(response: Any) -> ApiError:
 
 
 def _retry_after(response: Any, status: Object) -> float | None:
-    asked = response.headers.get("Retry-After") or (status.get("details") or {}).get("retryAfterSeconds")
+    details = status.get("details")
+    asked = response.headers.get("Retry-After") or (isinstance(details, dict) and details.get("retryAfterSeconds"))
     text = str(asked or "").strip()
     return float(text) if text.isascii() and text.isdigit() else None
 

@@ -262,12 +262,13 @@ def test_an_answer_that_drips_is_bounded_as_a_whole(line):
     [
         http(b"this is no JSON"),
         http(b'["a", "list"]'),
+        http(b'{"a":' * 100_000),
         http(b'{"a": "\xff"}'),
         http(b"{}" + b" " * 50)[:-40],
         b"nonsense\r\n\r\n",
         b"",
     ],
-    ids=["no JSON", "no object", "no UTF-8", "cut in the body", "no HTTP", "nothing"],
+    ids=["no JSON", "no object", "deep", "no UTF-8", "cut in the body", "no HTTP", "nothing"],
 )
 def test_an_answer_that_cannot_be_read_is_no_answer(line, answer):
     def send_and_hang_up(connection):
@@ -275,6 +276,18 @@ def test_an_answer_that_cannot_be_read_is_no_answer(line, answer):
 
     _, api = line(send_and_hang_up)
     assert failure(api.get, path_of()).status == 0
+
+
+@pytest.mark.parametrize("body", [b'{"a":' * 100_000, {"details": [7]}, {"details": "later"}, [], b"\xff"])
+def test_a_refusal_that_says_nothing_one_can_read_is_still_that_refusal(line, body):
+    _, api = line(http(body, "429 Too Many Requests"))
+    error = failure(api.get, path_of())
+    assert (error.status, error.retry_after) == (429, None)
+
+
+def test_a_watch_that_brings_a_line_nobody_can_read_ends(line):
+    _, api = line(http(b'{"a":' * 100_000 + b"\n"))
+    assert failure(next, api.watch("/api/v1/pods", resource_version="1")).status == 0
 
 
 def test_a_write_whose_answer_is_lost_is_not_repeated_by_itself(line):
