@@ -57,7 +57,8 @@ def world():
         world.run(5)
         yield world
         assert [entry.text() for entry in world.timeline.of(actor="invariant")] == []
-        assert len(world.flips("neighbor")) == 2  # Ready once, and never anything else
+        # Ready once, and never anything else, unless the test says why.
+        assert len(world.flips("neighbor")) == getattr(world, "flips_of_the_neighbor", 2)
 
 
 def well(world):
@@ -135,6 +136,9 @@ def test_a_restart_in_place(ready, verb, way):
 def test_a_start(ready, verb, way):
     ready.run(2)
     made = ready.host.cocoon.count("vm clone")
+    # Nobody could look for 30 s: not Ready after 15. Who is not listed is gone until the name turns out to be taken.
+    if way is hangs or (way is says_nothing and verb == "vm list"):
+        ready.flips_of_the_neighbor = 4
     ready.stop()
     way(ready.host.cocoon, verb, name="*")
     ready.start()

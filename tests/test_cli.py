@@ -377,7 +377,9 @@ vkcocoon_cli.main()
     @pytest.mark.parametrize("loads", ["click", "vkcocoon_inspection", "gevent", "vkcocoon_window", "nothing"])
     def test_an_interrupt_at_any_moment_is_130_without_a_traceback(self, loads):
         code = f"""
-import signal, sys, vkcocoon_entry
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it may be ignored: what runs in the background inherits that
+import vkcocoon_entry
 class Finder:
     def find_spec(self, name, *_):
         if name == {loads!r}:

@@ -146,8 +146,8 @@ def test_lanes_in_characters_fit_the_terminal(timeline):
     assert "BROKEN pod=web-0 ready=False after=20s by=25s" in text
 
 
-def test_a_run_of_no_time_can_be_drawn():
-    timeline = run_scenario({"until": "0s", "pods": [{"name": "web-0"}]})
+def test_a_picture_of_no_time_can_be_drawn():
+    timeline = run_scenario({"until": "1ms", "pods": [{"name": "web-0"}]})
     assert "default/web-0" in report.page(timeline, title="x", end=0.0, command="")
     assert lanes.text(Picture.of(timeline, 0.0))
 
