@@ -52,6 +52,7 @@ class _Kept(Generic[T]):
         """With what an earlier life left in ``directory``, which is made when something is to be kept there."""
         self._path = Path(directory) / self.file
         self._entries = self._read()
+        self._lines: dict[str, tuple[T, str]] = {}  # what was written of each entry: most are as they were
         self._failing = False
 
     def _entry(self, document: Any) -> T | None:
@@ -82,11 +83,12 @@ class _Kept(Generic[T]):
         log.warning(f"{self.what} cannot be read", file=str(self._path), error=why, consequence=self.unread)
 
     def _write(self) -> None:
-        document = {key: self._document(entry) for key, entry in sorted(self._entries.items())}
+        lines = {key: self._line(key, entry) for key, entry in sorted(self._entries.items())}
+        self._lines = {key: (self._entries[key], line) for key, line in lines.items()}
         fresh = self._path.with_suffix(".new")
         try:
             self._path.parent.mkdir(mode=0o700, exist_ok=True)
-            fresh.write_text(json.dumps(document, indent=1) + "\n")
+            fresh.write_text("{" + ",".join(lines.values()) + "\n}\n")
             os.replace(fresh, self._path)
         except OSError as error:
             if not self._failing:
@@ -97,6 +99,13 @@ class _Kept(Generic[T]):
             if self._failing:
                 log.info(f"{self.what} can be written down again", file=str(self._path))
             self._failing = False
+
+    def _line(self, key: str, entry: T) -> str:
+        """A line of the file, whose writing must not take longer for each pod there is."""
+        known = self._lines.get(key)
+        if known is not None and known[0] is entry:
+            return known[1]
+        return f"\n {json.dumps(key)}: {json.dumps(self._document(entry))}"
 
 
 class LeaseDebts(_Kept[frozenset[str]]):
