@@ -317,7 +317,8 @@ def test_it_ends_by_itself_after_the_time_it_was_given(playground):
 def test_what_the_tour_had_no_time_for_is_no_failure_and_is_said(playground):
     run = playground("--for", "1s")
     assert run.wait() == 0
-    assert " 0 broken; the playground ended before the scenario did\n" in run.text()
+    # As far as it came within the second: perhaps it had begun, and nothing could be judged yet.
+    assert re.search(r" 0 broken(, \d+ not reached)?; the playground ended before the scenario did\n", run.text())
 
 
 def test_a_port_that_is_taken_is_told_in_one_line(playground):
