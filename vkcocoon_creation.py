@@ -275,10 +275,7 @@ class Creation:
             raise
         entry.left_over = False
         if died:
-            entry.restarted = (vm.id, began)
-            self._work.ports.metrics.vm_restart("ok")
-            message = f"VM {vm.name} was {record.state!r} and has been started again"
-            self._work.publication.restarted(entry, "GuestRestarted", message)
+            self._work.publication.started_again(entry, record, began)
         return vm
 
     def _existing(self, entry: TrackedPod, record: VM, error: CommandError | None) -> VM:

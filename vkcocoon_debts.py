@@ -162,7 +162,8 @@ class Claims(_Kept[Claim]):
     def note(self, uid: str, claim: Claim | None) -> None:
         """From now on there may be this of that pod; None: nothing any more."""
         if claim is None:
-            self.keep(self._entries.keys() - {uid})
+            if self._entries.pop(uid, None) is not None:
+                self._write()
         elif claim != self._entries.get(uid) or self._failing:
             self._entries[uid] = claim
             self._write()

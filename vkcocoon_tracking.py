@@ -371,6 +371,13 @@ class Publication:
         entry.restarts += 1
         self._report_event(entry.pod, "Warning", reason, message[:512])
 
+    def started_again(self, entry: TrackedPod, record: VM, began: float) -> None:
+        """Its VM, which was as ``record`` says, was started in place at that monotonic instant."""
+        entry.restarted = (record.id, began)
+        self._metrics.vm_restart("ok")
+        message = f"VM {record.name} was {record.state!r} and has been started again"
+        self.restarted(entry, "GuestRestarted", message)
+
     def publish(self, entry: TrackedPod) -> None:
         """The pod as it is known now. Equal states are handed over once; one that is being adopted says nothing before
         it was probed, and one that is going nothing more."""

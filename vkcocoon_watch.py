@@ -215,10 +215,7 @@ class VMWatch:
             if (error.returncode or 0) <= 0:  # it was not the tool that decided: it hangs, was killed, is not there
                 return self._doubtful(entry, record.id, 0.0, str(error))
             return self._give_up(entry, "RestartFailed", f"VM {record.name} could not be restarted: {error}")
-        entry.restarted = (record.id, now)
-        self._metrics.vm_restart("ok")
-        message = f"VM {record.name} was {record.state!r} and has been started again"
-        self._publication.restarted(entry, "GuestRestarted", message)
+        self._publication.started_again(entry, record, now)
         return self._refreshed(entry, record.id)
 
     def _refreshed(self, entry: TrackedPod, vm_id: str) -> bool:

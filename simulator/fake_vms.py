@@ -640,7 +640,7 @@ class FakeHost:
     def travel(self, guest: Guest, limit_s: float) -> bool:
         """One round trip to a guest; False when it takes longer. Always a switch of greenlets, as in life."""
         seconds = guest.latency_s + self.jitter(guest.name)
-        if seconds > limit_s or (guest.loss and self.lost(guest)):
+        if seconds > limit_s or self.lost(guest):
             return False
         self.clock.sleep(seconds)
         return True

@@ -164,7 +164,8 @@ def test_a_run_that_outlived_its_daemon_is_adopted_by_the_next_attempt_and_is_no
     assert {annotations(world, name)["vnc-port"] for name in ("mac-0", "other")} == {"5900", "5901"}
 
 
-def test_a_run_that_leaves_no_trace_before_its_pod_is_gone_makes_nothing_that_stays(world):
+def delete_while_a_run_outlives_the_daemon(world):
+    """The run has left no trace yet when the next daemon has taken the pod away."""
     world.host.macos.slow("vm run", 30.0, step="before")
     world.create_pod("mac-0", os="macos", guest=MAC)
     world.run(1)
@@ -172,6 +173,10 @@ def test_a_run_that_leaves_no_trace_before_its_pod_is_gone_makes_nothing_that_st
     world.delete_pod("mac-0", grace_seconds=30)
     world.start()
     world.run(20)
+
+
+def test_a_run_that_leaves_no_trace_before_its_pod_is_gone_makes_nothing_that_stays(world):
+    delete_while_a_run_outlives_the_daemon(world)
     assert (world.pod("mac-0"), world.vm_names()) == (None, [])
     world.run(20)
     mac = world.host.macos.record(VM)["mac"]
@@ -181,13 +186,7 @@ def test_a_run_that_leaves_no_trace_before_its_pod_is_gone_makes_nothing_that_st
 
 
 def test_a_run_that_ends_late_for_a_pod_that_is_wanted_again_is_that_pods(world):
-    world.host.macos.slow("vm run", 30.0, step="before")
-    world.create_pod("mac-0", os="macos", guest=MAC)
-    world.run(1)
-    world.kill()
-    world.delete_pod("mac-0", grace_seconds=30)
-    world.start()
-    world.run(20)
+    delete_while_a_run_outlives_the_daemon(world)
     world.create_pod("mac-0", os="macos", guest=MAC)
     world.run(100)
     assert world.ready("mac-0")
